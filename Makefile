@@ -10,7 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests and benchmarks start many processes, each of which would else compile commopt anew where bytecode is not kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-gate test-all mutants durations compat lint types compile docs gpu bench plots clean
+.PHONY: demo test test-gate test-all mutants durations compat lint types compile docs gpu bench plots evidence-check clean
 
 demo: $(VENV)/.demo  ## train a GPT on two emulated nodes with stock DDP and with commopt; table and picture
 	$(BIN)/python -m bench.demo
@@ -59,6 +59,9 @@ bench: $(VENV)/.demo  ## bandwidth of every aggregator on two emulated nodes
 
 plots: $(VENV)/.demo  ## the pictures that pages show, from bench/results
 	$(BIN)/python -m bench.plot
+
+evidence-check: $(VENV)/.demo  ## which results are older than the code they measure; measures nothing
+	$(BIN)/python -m bench.evidence.check
 
 clean:
 	rm -rf $(VENV) build site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.environment import machine
-from commopt.command_line import Parser, content_of, output_file, whole
+from commopt.command_line import CommandParser, content_of, output_file, whole
 
 
 def add_files(parser: ArgumentParser, markdown: Callable[[Path], str], about: str = "measure, and write this") -> None:
@@ -23,7 +23,7 @@ def add_files(parser: ArgumentParser, markdown: Callable[[Path], str], about: st
 
 def print_table(program: str, markdown: Callable[[Path], str], writer: str) -> None:
     """Print the table of the file that the command line names."""
-    parser = Parser(prog=f"python -m {program}", description="Print the table of a file.")
+    parser = CommandParser(prog=f"python -m {program}", description="Print the table of a file.")
     parser.add_argument("file", type=content_of(markdown), help=f"what {writer} wrote")
     print(parser.parse_args().file)
 
@@ -35,7 +35,7 @@ def measure_or_report(
 
     measure: returns dataclasses; takes the number of steps where there is a default for it.
     """
-    parser = Parser(prog=f"python -m {program}", description=about.splitlines()[0])
+    parser = CommandParser(prog=f"python -m {program}", description=about.splitlines()[0])
     if steps:
         parser.add_argument("--steps", type=whole(1), default=steps, help="default %(default)s")
     add_files(parser, markdown)

@@ -22,7 +22,7 @@ from bench.environment import Header, machine
 from bench.gpu.parse_results import tests
 from bench.gpu.runner import ROOT, Place, environment, run
 from bench.output import write_lines, written_by
-from commopt.command_line import Parser, content_of, output_file, whole
+from commopt.command_line import CommandParser, content_of, output_file, whole
 from tests.promises import promised
 
 FOLDER = ROOT / "build" / "compat"
@@ -115,7 +115,7 @@ def markdown(found: Sequence[Version]) -> str:
 
 def main(arguments: Iterable[str] | None = None) -> int:
     """Test every version, add what was found to the file, and print it; return 1 when anything failed."""
-    parser = Parser(prog="python -m bench.compat", description=(__doc__ or "\n").splitlines()[0])
+    parser = CommandParser(prog="python -m bench.compat", description=(__doc__ or "\n").splitlines()[0])
     parser.add_argument("versions", nargs="*", metavar="VERSION", help="of torch: 2.12.1")
     parser.add_argument("--python", default=sys.executable, metavar="PROGRAM", help="the Python to test with")
     processes = 2 * (os.cpu_count() or 1)

@@ -70,9 +70,9 @@ class LoneRank:
         """Average bucket `number` in place; bucket 0 begins a step, and the others follow in their order."""
         if number == 0:
             self._step += 1
-            self._store.begin_step()
+            self._store.transaction.begin_step()
         team: Team = self.team  # type: ignore[assignment]  # as good as one
         context = context_for(self._aggregator, self._buckets[number], team, self._store, self._step, number)
-        scale = context.add_leftover(buffer, 1.0 / team.size)
+        scale = context.flush_into(buffer, 1.0 / team.size)
         self._aggregator.all_reduce(buffer, team, scale, context)
-        self._store.end_bucket([buffer], last=number + 1 == len(self._buckets))
+        self._store.transaction.end_bucket([buffer], last=number + 1 == len(self._buckets))

@@ -12,8 +12,8 @@ import shlex
 import sys
 from pathlib import Path
 
-from commopt.cluster import Cluster
-from commopt.command_line import Parser
+from commopt.cluster import EmulatedCluster
+from commopt.command_line import CommandParser
 
 _NODES = 2
 _RANKS_PER_NODE = 2
@@ -28,7 +28,7 @@ _CONTEST = (
 
 
 def choose_launcher(missing: str | None, rate: str) -> tuple[list[str], dict[str, str], str]:
-    """Return how to start the ranks, what to add to the environment, and why; `missing` as Cluster.missing() has it."""
+    """Return the launcher, the variables to set, and the reason; `missing`: see EmulatedCluster.missing."""
     if missing is None:
         shape = ["--nodes", str(_NODES), "--ranks-per-node", str(_RANKS_PER_NODE), "--rate", rate]
         why = f"Emulating {_NODES} nodes x {_RANKS_PER_NODE} ranks joined by {rate} links."
@@ -50,12 +50,14 @@ def local_ranks(nodes: int, ranks_per_node: int) -> tuple[list[str], dict[str, s
 
 def main() -> None:
     """Choose a launcher, say which and why, and become it."""
-    parser = Parser(prog="python -m bench.demo", description=__doc__, epilog="Other options go to bench.training.")
+    parser = CommandParser(
+        prog="python -m bench.demo", description=__doc__, epilog="Other options go to bench.training."
+    )
     parser.add_argument("--rate", default="200mbit", help="of each emulated node's link (default 200mbit)")
     parser.add_argument("--output", type=Path, default=Path("build/demo"), metavar="FOLDER", help="default build/demo")
     options, others = parser.parse_known_args()
     try:
-        launcher, environment, why = choose_launcher(Cluster.missing(options.rate), options.rate)
+        launcher, environment, why = choose_launcher(EmulatedCluster.missing(options.rate), options.rate)
         options.output.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
         parser.error(str(error))

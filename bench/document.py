@@ -18,7 +18,7 @@ from io import StringIO
 from pathlib import Path
 
 from bench.environment import origin
-from commopt.command_line import Parser
+from commopt.command_line import CommandParser
 from commopt.document import read_text
 
 _PLACE = re.compile(r"^(<!-- begin: [\w-]+ \(python -m ([^)]+)\) -->\n)(.*?)^(<!-- end -->)$", re.M | re.S)
@@ -66,7 +66,7 @@ def _cell(text: str) -> str:
 
 def main() -> int:
     """Fill in what is out of date, or only name it; return the exit status."""
-    parser = Parser(prog="python -m bench.document", description=(__doc__ or "").splitlines()[0])
+    parser = CommandParser(prog="python -m bench.document", description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "documents", nargs="*", type=Path, default=[Path("README.md"), *sorted(Path("docs").rglob("*.md"))]
     )

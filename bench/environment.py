@@ -6,10 +6,11 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from commopt.cluster import link_rate
+from commopt.document import read_text
 from commopt.version import __version__, revision
 
 
@@ -33,9 +35,9 @@ class Header:
     python: str
     cpu_count: int
     commopt: str | None = field(default=None, kw_only=True)
-    """The version; None in files older than this field, as `revision` is."""
+    """The version."""
     revision: str | None = field(default=None, kw_only=True)
-    """As `commopt.version.revision` has it."""
+    """`commopt.version.revision`; None where it is not known."""
 
 
 def machine() -> dict[str, Any]:
@@ -73,34 +75,76 @@ def run_of(module: str) -> dict[str, Any]:
     }
 
 
-def origin(paths: Sequence[Path]) -> str:
-    """Say when, and with which commopt, the results in some files were made, whoever wrote them; "" of no files."""
-    headers = [header for path in paths for header in _headers(path.read_text())]
-    days = sorted({header["date"][:10] for header in headers if header.get("date")})
-    revisions: dict[str | None, set[str]] = {}
-    for header in headers:
-        known = revisions.setdefault(header.get("commopt") or header.get("version"), set())
-        known.update([header["revision"]] if header.get("revision") else ())
-    made = [_with(version, sorted(revisions[version])) for version in sorted(revisions, key=str)]
-    when = "" if not days else f" {days[0]}" if len(days) == 1 else f" {days[0]} to {days[-1]}"
-    return f"Made{when or ' on a day that was not recorded'}{'; '.join(made)}." if headers else ""
+@dataclass(frozen=True)
+class Revision:
+    """The revision that a result was made at."""
+
+    name: str | None
+    """A short hash; None where it was not recorded."""
+    is_clean: bool
+    """Whether its code was committed."""
+
+    @classmethod
+    def all_in(cls, recorded: str | None) -> list[Revision]:
+        """Return those that a header names: several where a file was continued, "7fb5530 and 8fceb94-dirty"."""
+        names = re.split(r", | and ", recorded or UNRECORDED)
+        return [
+            cls(None, is_clean=False)
+            if name == UNRECORDED
+            else cls(name.removesuffix("-dirty"), is_clean=not name.endswith("-dirty"))
+            for name in names
+        ]
 
 
-def _headers(text: str) -> list[dict[str, Any]]:
-    """Return what a result says of its environment: in one document, or in lines that may be of several runs."""
+UNRECORDED = "an unrecorded one"
+"""Stands in a header among revisions, where part of the file was made at one that nobody recorded."""
+
+
+def headers(path: Path) -> list[dict[str, Any]]:
+    """Return the headers in a file of results: one, or one for each run."""
+    text = read_text(path)
     try:
         documents = [json.loads(text)]
     except ValueError:
         documents = [json.loads(line) for line in text.splitlines()]
-    found = [document.get("environment") or document.get("header") or document for document in documents]
-    return [each for each in found if {"date", "command"} & each.keys()]
+    found = []
+    for document in documents:
+        if {"format", "links"} <= document.keys():  # commopt.cost wrote it, which knows no benchmarks
+            found.append({"kind": "probe", **document["header"]})
+        elif document.get("record") != "step":
+            found.append(document.get("environment") or document.get("header") or document)
+    return [each for each in found if {"kind", "date", "command"} & each.keys()]
 
 
-def _with(version: str | None, revisions: Sequence[str]) -> str:
-    shown = f" with commopt {version}" if version else ""
-    if version not in (None, __version__):
-        shown += f", which was before {__version__},"
-    return shown + (f" at {', '.join(revisions)}" if revisions else ", revision not recorded")
+def kind_in(header: Mapping[str, Any]) -> str | None:
+    """Return which benchmark made a result: its "kind", or else the name of the module in its command."""
+    kind = header.get("kind")
+    if kind is None:
+        words = shlex.split(header.get("command", ""))
+        modules = [word for word in words if word.startswith(("bench.", "tests.")) and word not in _LAUNCHERS]
+        kind = modules[0].rpartition(".")[2] if modules else None
+    return kind if isinstance(kind, str) else None
+
+
+_LAUNCHERS = ("bench.cluster",)
+
+
+def origin(paths: Sequence[Path]) -> str:
+    """Return a sentence: when and at which revisions the results in some files were made; "" of no files."""
+    found = [header for path in paths for header in headers(path)]
+    if not found:
+        return ""
+    days = sorted({header["date"][:10] for header in found if header.get("date")})
+    when = f" {days[0]}" if len(days) == 1 else f" {days[0]} to {days[-1]}" if days else " on an unrecorded day"
+    versions = sorted({header.get("commopt") or header.get("version") or "" for header in found} - {""})
+    version = f" with commopt {', '.join(versions)}" if versions else ""
+    revisions = {each for header in found for each in Revision.all_in(header.get("revision"))}
+    clean = sorted(each.name for each in revisions if each.name and each.is_clean)
+    changed = sorted(each.name for each in revisions if each.name and not each.is_clean)
+    places = [f"at {', '.join(clean)}"] if clean else []
+    places += [f"with uncommitted changes at {', '.join(changed)}"] if changed else []
+    places += ["at a revision that was not recorded"] if Revision(None, is_clean=False) in revisions else []
+    return f"Made{when}{version} {places[0] if len(places) == 1 else 'partly ' + ', partly '.join(places)}."
 
 
 T = TypeVar("T")

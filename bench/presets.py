@@ -7,7 +7,7 @@ import inspect
 from inspect import Parameter
 
 from bench.document import table
-from commopt.command_line import Parser
+from commopt.command_line import CommandParser
 from commopt.hooks.presets import LOCAL_PRESETS, PRESETS, Preset
 
 
@@ -19,7 +19,7 @@ def defaults(preset: Preset) -> str:
 
 def main() -> None:
     """Print the table; presets with the same options share a row."""
-    Parser(prog="python -m bench.presets", description=(__doc__ or "").splitlines()[0]).parse_args()
+    CommandParser(prog="python -m bench.presets", description=(__doc__ or "").splitlines()[0]).parse_args()
     names: dict[str, list[str]] = {}
     for name, preset in (PRESETS | LOCAL_PRESETS).items():
         names.setdefault(defaults(preset), []).append(f"`{name}`")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`commopt` and `python -m commopt`: the commands, each imported when it is asked for."""
+"""`commopt` and `python -m commopt`: the commands, each imported when it is called."""
 
 from __future__ import annotations
 
@@ -9,53 +9,53 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from commopt.command_line import Parser
+from commopt.command_line import CommandParser
 from commopt.version import __version__, revision
 
 COMMANDS = {
     "bandwidth": "time collectives, as nccl-tests does",
     "cluster": "run a script on emulated nodes on this machine",
-    "doctor": "look for what makes communication slow",
-    "probe": "measure what messages and compression cost",
-    "run": "train with a strategy and leave the script as it is",
+    "doctor": "find the causes of slow communication",
+    "probe": "measure the cost of messages and compression",
+    "run": "train with a strategy, without changes to the script",
     "scheduler": "let a parameter server and its workers find each other",
-    "server": "hold the parameters of workers that train by themselves",
-    "simulate": "what a training step takes on a cluster you describe",
+    "server": "hold the parameters of workers that train independently",
+    "simulate": "predict the time of a training step on a cluster you describe",
     "worker": "run a script as a worker of a parameter server",
 }
 
 
 class _Version(argparse.Action):
-    """Prints what runs here, and ends."""
+    """Prints versions and kernels, and exits."""
 
     def __call__(self, parser: argparse.ArgumentParser, *unused: object) -> None:
-        """Do it."""
+        """Print and exit."""
         import torch
 
         from commopt.kernels.loader import kernels_in_use
 
         made = f" at {found}" if (found := revision()) else ""
         print(f"commopt {__version__}{made}, torch {torch.__version__}, Python {platform.python_version()}")
-        for device, what in kernels_in_use().items():
-            print(f"kernels on the {device}: {what}")
+        for device, kernels in kernels_in_use().items():
+            print(f"kernels on the {device}: {kernels}")
         parser.exit()
 
 
-_ROLES = ("scheduler", "server", "worker")  # of one package
+_ROLES = ("scheduler", "server", "worker")  # of a parameter server
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     words = sys.argv[1:] if arguments is None else arguments
-    parser = Parser(prog="commopt")
-    what = "show the versions and what computes on this machine's CPU and GPU, and exit"
-    parser.add_argument("--version", action=_Version, nargs=0, help=what)
+    parser = CommandParser(prog="commopt")
+    about = "show the versions and the kernels for this machine's CPU and GPU, and exit"
+    parser.add_argument("--version", action=_Version, nargs=0, help=about)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     parsers = {name: commands.add_parser(name, help=purpose) for name, purpose in COMMANDS.items()}
-    name = next((word for word in words if word in COMMANDS), None)  # what stands before it, argparse refuses
+    name = next((word for word in words if word in COMMANDS), None)  # argparse refuses words before it
     if name is None:
         parser.parse_args(words)
-        raise AssertionError("argparse takes no line without a command")
+        raise AssertionError("argparse accepts no line without a command")
     module = import_module("commopt.server_commands" if name in _ROLES else f"commopt.{name}.cli")
     command = getattr(module, name.upper()) if name in _ROLES else module
     command.add_arguments(parsers[name])

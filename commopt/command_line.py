@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all commands share: one line and status 2 for bad input, bounded numbers, files opened before the work."""
+"""Shared parts of all commands: one line and status 2 for bad input, bounded numbers, files checked before the work."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from commopt.errors import ConfigurationError, did_you_mean
 _T = TypeVar("_T")
 
 BAD_INPUT = 2
-"""Exit status of every command for arguments and files it cannot use, as argparse has it."""
+"""Exit status of every command for invalid arguments and files; that of argparse."""
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _MOST = 2**40  # more of anything is a slip of the keyboard
 _LONGEST_LINE = 600
-_LONGEST = 40  # of a number in a message
+_LONGEST = 40  # length of a number in a message
 
 
-class Parser(argparse.ArgumentParser):
-    """An argument parser that says what is wrong in one line."""
+class CommandParser(argparse.ArgumentParser):
+    """An argument parser that reports errors in one line."""
 
     def error(self, message: str) -> NoReturn:
-        """Print one line, with what was meant if that is easily seen, and leave with status 2."""
-        self.exit(refuse(self.prog, f"{message}{self._meant(message) or ';'} see --help"))
+        """Print one line, with a suggestion if there is a similar name, and exit with status 2."""
+        self.exit(refuse(self.prog, f"{message}{self._suggestion(message) or ';'} see --help"))
 
-    def _meant(self, message: str) -> str:
-        """Return what argparse's message may be about: another choice, or another option of this or a subcommand."""
+    def _suggestion(self, message: str) -> str:
+        """Return similar choices or options, of this command or a subcommand, for argparse's message."""
         if choice := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
             return did_you_mean(choice[1], re.findall(r"[\w.:+-]+", choice[2]))
         if unknown := re.search(r"unrecognized arguments: .*?(--[\w-]+)", message):
@@ -48,22 +48,22 @@ class Parser(argparse.ArgumentParser):
             each for action in self._actions if isinstance(action.choices, dict) for each in action.choices.values()
         ]
         found = [name for action in self._actions for name in action.option_strings if name.startswith("--")]
-        return found + [name for each in inner if isinstance(each, Parser) for name in each._options()]
+        return found + [name for each in inner if isinstance(each, CommandParser) for name in each._options()]
 
 
 def refuse(program: str, why: object) -> int:
-    """Say in one line on stderr why a command cannot use its input, and return its exit status."""
+    """Print in one line on stderr why a command cannot use its input, and return its exit status."""
     line = " ".join(str(why).split())
-    if len(line) > _LONGEST_LINE:  # what was typed may be a whole file
+    if len(line) > _LONGEST_LINE:  # the argument may be a whole file
         line = f"{line[: _LONGEST_LINE // 2]} ... {line[-_LONGEST_LINE // 2 :]}"
     sys.stderr.write(f"{program}: {line}\n")  # in one piece: all ranks write at once
     return BAD_INPUT
 
 
 def rich_console(stream: TextIO) -> Any | None:
-    """Return rich's console on `stream`, in colour on a terminal; None without rich, where output is plain text.
+    """Return rich's console on `stream`, in colour on a terminal; None, for plain text, if rich is not installed.
 
-    On a terminal the missing package is named once.
+    On a terminal a line names the missing package.
     """
     try:
         from rich.console import Console
@@ -75,12 +75,12 @@ def rich_console(stream: TextIO) -> Any | None:
 
 
 def reader_has_gone() -> None:
-    """Let stdout lead nowhere after a BrokenPipeError (`| head` has seen enough), else Python complains at exit."""
+    """Redirect stdout to the null device after a BrokenPipeError (`| head`), or Python complains at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _shown(most: float) -> str:
-    """Return a bound as people write it."""
+    """Return a bound in readable form."""
     return "about 1e12" if most == _MOST else f"{most:,}" if isinstance(most, int) else f"{most:g}"
 
 
@@ -88,7 +88,7 @@ def whole(least: int = 0, most: int = _MOST) -> Callable[[str], int]:
     """Return a `type=` for whole numbers from `least` to `most`."""
 
     def parse(text: str) -> int:
-        # Not int(): it takes "1_000" and digits of any script, and what is too long has to be said in one line.
+        # Not int() alone: it accepts "1_000" and digits of any script, and takes very long text.
         if not re.fullmatch(r"[+-]?[0-9]{1,18}", text) or not least <= int(text) <= most:
             raise argparse.ArgumentTypeError(
                 f"{text[:_LONGEST]!r} is not a whole number from {least} to {_shown(most)}"
@@ -99,7 +99,7 @@ def whole(least: int = 0, most: int = _MOST) -> Callable[[str], int]:
 
 
 def number(above: float = 0.0, most: float = float(_MOST), least: float | None = None) -> Callable[[str], float]:
-    """Return a `type=` for finite numbers that are more than `above`, or at least `least`, and at most `most`."""
+    """Return a `type=` for finite numbers above `above`, or from `least`, up to `most`."""
     from_where = f"more than {above:g}" if least is None else f"at least {least:g}"
 
     def parse(text: str) -> float:
@@ -117,7 +117,7 @@ def number(above: float = 0.0, most: float = float(_MOST), least: float | None =
 
 
 def parse_nbytes(text: str) -> int:
-    """Return the bytes meant by `1024`, `4K`, `1.5M` or `1G` (powers of 1024), as a `type=`."""
+    """Return the bytes of `1024`, `4K`, `1.5M` or `1G` (powers of 1024), as a `type=`."""
     match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)([KMG]?)(?:I?B)?", text.strip().upper())
     nbytes = int(float(match[1]) * _UNITS[match[2]]) if match else 0
     if not 1 <= nbytes <= _MOST:
@@ -128,7 +128,7 @@ def parse_nbytes(text: str) -> int:
 
 
 def option_value(text: str) -> Any:
-    """Return the Python literal that was typed as an option's value (8, True, ("a", "b")), else the text itself."""
+    """Return an option's value as a Python literal (8, True, ("a", "b")), otherwise the text itself."""
     try:
         return literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
@@ -136,7 +136,7 @@ def option_value(text: str) -> Any:
 
 
 def content_of(read: Callable[[Path], _T]) -> Callable[[str], _T]:
-    """Return a `type=` for a file that `read` reads; a ValueError or OSError of its is bad input."""
+    """Return a `type=` for a file that `read` reads; its ValueError or OSError means bad input."""
 
     def parse(text: str) -> _T:
         try:
@@ -149,7 +149,7 @@ def content_of(read: Callable[[Path], _T]) -> Callable[[str], _T]:
 
 
 def output_file(text: str) -> Path:
-    """Return the path, as a `type=`, of a file that rank 0 will write: what cannot be opened is refused at once."""
+    """Return the path of a file that rank 0 will write, as a `type=`. Refuses one that cannot be opened."""
     path = Path(text)
     if os.environ.get("RANK", "0") == "0":  # the folder need not exist on the other machines
         try:
@@ -160,14 +160,14 @@ def output_file(text: str) -> Path:
 
 
 def require_writable(path: Path) -> None:
-    """Raise ConfigurationError unless `path` can be opened for writing; leave no file behind that was not there."""
+    """Raise ConfigurationError unless `path` can be opened for writing. Leaves no new file behind."""
     try:
         if not path.is_char_device():  # /dev/null is fine
             plain_file(path)
         existed = path.exists()
         path.open("a").close()
         if not existed:
-            path.unlink(missing_ok=True)  # another rank looks at the same file, perhaps
+            path.unlink(missing_ok=True)  # another rank may check the same file
     except (OSError, ValueError) as error:
         raise ConfigurationError(
             f"{path} cannot be written: {reason_of(error)}; pass a file in a folder that exists"

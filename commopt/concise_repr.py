@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all configurations have: a repr that is short, and words for an option that there is not."""
+"""Base class of all configurations: a short repr, and a helpful error for an unknown option."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _T = TypeVar("_T")
 
 
 class ConciseRepr:
-    """Base of frozen dataclasses (made with repr=False) whose repr leaves out later fields with default values.
+    """Base of frozen dataclasses (with repr=False) whose repr leaves out later fields with default values.
 
-    Raises ConfigurationError for an option that a class does not have.
+    Raises ConfigurationError for an unknown option.
     """
 
     def __new__(cls: type[_T], *values: Any, **options: Any) -> _T:
-        """Look at the names of the options, before a dataclass says that an argument is unexpected."""
+        """Check the names of the options before the dataclass does."""
         known = [field.name for field in fields(cls) if field.init]  # type: ignore[arg-type]
         for name in options:
             if name not in known:

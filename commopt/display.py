@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables that commands show."""
+"""Tables in the output of commands."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from typing import TextIO
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """Return a number with at least `digits` digits that count, and no exponent: 0.0123, 1.23, 12345."""
+    """Return a number with at least `digits` significant digits and no exponent: 0.0123, 1.23, 12345."""
     if value == 0 or not isfinite(value):
         return f"{value:g}"
     return f"{value:.{max(0, digits - 1 - floor(log10(abs(value))))}f}"
 
 
 WIDTH = 80
-"""Columns of a terminal that no table exceeds."""
+"""Largest width of a table, in columns."""
 
-_LEAST, _READABLE = 12, 14  # characters that a column of text keeps when it is broken: at least, and if it can
-_BREAKS = re.compile(r"(?<=[ ,:(=_/.])")  # after what a long name may go on in the next line
+_LEAST, _READABLE = 12, 14  # minimal width of a broken text column, and its width if possible
+_BREAKS = re.compile(r"(?<=[ ,:(=_/.])")  # places at which a long name may be broken
 
 
 def aligned(headings: Sequence[str], rows: Sequence[Sequence[str]], left: int = 0, width: int = WIDTH) -> list[str]:
-    """Return the lines of a table: the first `left` columns text, the others figures set to the right.
+    """Return the lines of a table. The first `left` columns are text, the others are figures, aligned right.
 
-    A heading may have lines, which stand on the bottom; columns whose cells are all empty are left out. What is wider
-    than `width` has more lines: headings break at spaces, text where a name has parts, and columns that find no room
-    follow below, with the first text beside them again.
+    A heading may have several lines, aligned at the bottom. Columns without content are left out. To keep to `width`,
+    headings break at spaces and text breaks inside long names. Columns that still do not fit follow below, with the
+    first text column repeated.
     """
     kept = [column for column in range(len(headings)) if any(row[column] for row in rows)]
     left = sum(column < left for column in kept)
@@ -55,7 +55,7 @@ def _widths(heads: Sequence[Sequence[str]], cells: Sequence[Sequence[str]]) -> l
 
 
 def _least(heads: Sequence[Sequence[str]], cells: Sequence[Sequence[str]], left: int) -> list[int]:
-    """Return the width of each column when text is broken as far as it can still be read."""
+    """Return the width of each column with text broken as far as it stays readable."""
     widths = _widths(heads, cells)
     return [min(each, _READABLE) if column < left else each for column, each in enumerate(widths)]
 
@@ -67,7 +67,7 @@ def _joint(widths: Sequence[int]) -> int:
 def _blocks(
     heads: Sequence[Sequence[str]], cells: Sequence[Sequence[str]], left: int, width: int
 ) -> Iterator[list[int]]:
-    """Yield the columns that stand beside each other; the first of text begins each line of each block."""
+    """Yield groups of columns that fit beside each other. The first text column begins each group."""
     least = _least(heads, cells, left)
     block: list[int] = []
     for column in range(len(heads)):
@@ -79,7 +79,7 @@ def _blocks(
 
 
 def _limits(heads: Sequence[Sequence[str]], cells: Sequence[Sequence[str]], left: int, width: int) -> list[int]:
-    """Return the width of each column: of the widest texts as little as makes room for the rest."""
+    """Return the width of each column; the widest text columns are narrowed until all columns fit."""
     limits = _widths(heads, cells)
     while _joint(limits) > width:
         text = [column for column in range(min(left, len(limits))) if limits[column] > _LEAST]
@@ -90,7 +90,7 @@ def _limits(heads: Sequence[Sequence[str]], cells: Sequence[Sequence[str]], left
 
 
 def _broken(text: str, limit: int) -> list[str]:
-    """Return a text in lines of at most `limit` characters, if its parts are no longer."""
+    """Return a text in lines of at most `limit` characters."""
     lines = [""]
     for part in _BREAKS.split(text):
         while len(lines[-1]) + len(part.rstrip()) > limit:
@@ -105,7 +105,7 @@ def _broken(text: str, limit: int) -> list[str]:
 
 
 def _lines_of(cells: Sequence[Sequence[str]], limits: Sequence[int], *, bottom: bool) -> list[list[str]]:
-    """Return the lines of a row whose cells have several, which stand on the bottom or at the top."""
+    """Return the lines of a row whose cells have several lines, aligned at the bottom or at the top."""
     height = max(map(len, cells))
     filled = [[""] * (height - len(cell)) * bottom + list(cell) + [""] * (height - len(cell)) for cell in cells]
     return [[cell[line] for cell in filled] for line in range(height)]
@@ -119,7 +119,7 @@ def _joined(line: Sequence[str], limits: Sequence[int], left: int) -> str:
 
 
 def show_table(title: str, rows: Sequence[Sequence[str]], left: int, caption: str, stream: TextIO) -> None:
-    """Print rows under the first of them, whose cells are headings; the first `left` columns are text."""
+    """Print a table. The first of `rows` has the headings; the first `left` columns are text."""
     headings = [cell.replace(" ", "\n", 1) for cell in rows[0]]
     caption_lines = [line for text in caption.splitlines() for line in wrap(text, WIDTH)]
     lines = [*wrap(title, WIDTH), *aligned(headings, rows[1:], left), *caption_lines]

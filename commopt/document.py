@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read JSON documents of commopt's own, and say exactly what is wrong with one that is not."""
+"""Reads commopt's JSON documents, with exact messages about invalid ones."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from typing import Any, get_args, get_origin, get_type_hints
 from commopt.errors import ConfigurationError
 
 _MOST_BYTES = 1 << 28
-_MOST_DIGITS = 300  # of a whole number: one more may be more than a float holds
+_MOST_DIGITS = 300  # of a whole number, so that a float can hold it
 
 
 def plain_file(path: str | Path) -> Path:
-    """Return the path of a plain file, or of none yet; raises ValueError for others: a pipe would block."""
+    """Return the path of a plain file, or of a new one. Raises ValueError for others: a pipe would block."""
     if Path(path).exists() and not Path(path).is_file():
         raise ValueError("it is not a plain file")
     return Path(path)
 
 
 def reason_of(error: OSError | ValueError) -> object:
-    """Return in a few words why a file could not be opened (a zero byte in its name is a ValueError)."""
+    """Return the reason why a file could not be opened (a zero byte in its name is a ValueError)."""
     return error.strerror if isinstance(error, OSError) else error
 
 
 def read_text(path: str | Path) -> str:
-    """Return what is in a text file. Raises ConfigurationError for a file that is absent, huge, binary or no file."""
+    """Return the content of a text file. Raises ConfigurationError if it is absent, huge, binary or not a file."""
     try:
         with plain_file(path).open("rb") as file:
             data = file.read(_MOST_BYTES + 1)
@@ -43,7 +43,7 @@ def read_text(path: str | Path) -> str:
 
 
 def parse(text: str | bytes, what: str, fix: str = "write the file again") -> Any:
-    """Return the JSON value in `text`; raises ConfigurationError, which ends with `fix`, for anything else."""
+    """Return the JSON value in `text`. Raises ConfigurationError, which ends with `fix`, for invalid JSON."""
     try:
         return json.loads(text, parse_int=_whole)
     except (TypeError, ValueError, RecursionError) as error:
@@ -57,7 +57,7 @@ def _whole(digits: str) -> int:
 
 
 def one_line_each(content: Mapping[str, Any]) -> str:
-    """Return JSON text with a line for each entry, and for each row of a list: short enough to be read and compared."""
+    """Return JSON text with a line for each entry and for each item of a list, easy to read and compare."""
     lines = []
     for name, value in content.items():
         if isinstance(value, list):
@@ -69,7 +69,7 @@ def one_line_each(content: Mapping[str, Any]) -> str:
 
 
 def load(text: str, what: str, format_number: int) -> Mapping[str, Any]:
-    """Return the JSON object in `text`; raises ConfigurationError unless it has this format number."""
+    """Return the JSON object in `text`. Raises ConfigurationError unless it has this format number."""
     document = parse(text, what, "it must be what to_json() returned")
     if not isinstance(document, dict):
         raise ConfigurationError(f"{what}: a {type(document).__name__} instead of an object, as to_json() returns")
@@ -84,9 +84,11 @@ def load(text: str, what: str, format_number: int) -> Mapping[str, Any]:
 def read_as(kind: Any, value: Any, where: str) -> Any:
     """Return `value`, a part of a JSON document, as a `kind`.
 
-    kind: a dataclass or NamedTuple, a tuple, X | None, Any, text, a number or a bool. Raises ConfigurationError, which
-    says where, for anything else. An object may lack what its dataclass has a default for, and may have more than that
-    knows.
+    An object may lack fields that have a default in its dataclass, and may have unknown ones. Raises
+    ConfigurationError, which names the place, for a value of another kind.
+
+    kind: a dataclass or NamedTuple, a tuple, X | None, Any, text, a number or a bool.
+    where: the place of the value, for messages.
     """
     inner = get_args(kind)
     if kind is Any:
@@ -124,9 +126,9 @@ def _require(holds: bool, value: object, where: str, what: str) -> None:
 
 
 def require_text(value: object, what: str) -> None:
-    """Raise ConfigurationError unless `value` is text that is not empty."""
+    """Raise ConfigurationError unless `value` is non-empty text."""
     if not isinstance(value, str) or not value:
-        raise ConfigurationError(f"{what} is {value!r}; it must be text that is not empty")
+        raise ConfigurationError(f"{what} is {value!r}; it must be non-empty text")
 
 
 def require_whole(value: object, least: int, what: str) -> None:

@@ -36,7 +36,11 @@ _FAILED = 1
 
 @dataclass(frozen=True)
 class Command:
-    """One of the three."""
+    """One of the three commands.
+
+    add_arguments: declares the options.
+    run: runs the command and returns its exit status.
+    """
 
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
@@ -51,8 +55,8 @@ def _address(text: str) -> str:
 
 
 @contextmanager
-def _until_told() -> Iterator[None]:
-    """Let SIGINT and SIGTERM end what is inside; show on stderr who comes and goes."""
+def _until_interrupted() -> Iterator[None]:
+    """Let SIGINT and SIGTERM end the block, and log to stderr which workers join and leave."""
 
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -74,13 +78,13 @@ def _until_told() -> Iterator[None]:
 
 
 def _add_access(parser: argparse.ArgumentParser) -> None:
-    host = f"the address to listen on (default {LOOPBACK}: this machine alone; 0.0.0.0: all, which wants a secret)"
+    host = f"address to listen on (default {LOOPBACK}: this machine only; 0.0.0.0: all machines, which needs a secret)"
     parser.add_argument("--host", default=LOOPBACK, help=host)
     _add_secret(parser)
 
 
 def _add_secret(parser: argparse.ArgumentParser) -> None:
-    file = f"holds the secret that scheduler, server and workers share (default: the variable {SECRET_VARIABLE})"
+    file = f"file with the secret of scheduler, server and workers (default: the variable {SECRET_VARIABLE})"
     parser.add_argument("--secret-file", type=content_of(read_secret), metavar="FILE", dest="secret", help=file)
 
 
@@ -88,10 +92,10 @@ def _add_secret(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_scheduler(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Let a server and its workers find each other, and say who is gone. Runs until it is stopped."
-    parser.add_argument("--port", type=whole(0, 65535), default=29400, help="to listen on (default 29400; 0: any)")
+    parser.description = "Let a server and its workers find each other, and log who leaves. Runs until it is stopped."
+    parser.add_argument("--port", type=whole(0, 65535), default=29400, help="port to listen on (default 29400; 0: any)")
     _add_access(parser)
-    timeout = "without a sign of life somebody is gone after so many (default 30)"
+    timeout = "seconds without a heartbeat after which a process counts as gone (default 30)"
     parser.add_argument("--timeout", type=number(), default=30.0, metavar="SECONDS", help=timeout)
 
 
@@ -100,7 +104,7 @@ def _run_scheduler(options: argparse.Namespace) -> int:
         scheduler = Scheduler(options.port, options.host, options.timeout, secret=options.secret)
     except ConfigurationError as error:
         return refuse("commopt scheduler", error)
-    with _until_told():
+    with _until_interrupted():
         print(f"commopt scheduler: listening on {options.host}, port {scheduler.port}", flush=True)
         while not scheduler.failure:
             time.sleep(_LOOK_S)
@@ -114,16 +118,18 @@ def _run_scheduler(options: argparse.Namespace) -> int:
 
 
 def _add_server(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Hold the parameters of workers that train by themselves. Runs until it is stopped."
-    parser.epilog = "The settings are those of the first worker that joins, as are the parameters without a checkpoint."
+    parser.description = "Hold the parameters of workers that train independently. Runs until it is stopped."
+    parser.epilog = "The first worker that joins determines the settings and, without a checkpoint, the parameters."
     parser.add_argument("--scheduler", type=_address, required=True, metavar="HOST:PORT")
-    parser.add_argument("--workers", type=whole(1), default=1, help="to wait for at the start (default 1)")
+    workers = "number of workers that start the first round (default 1)"
+    parser.add_argument("--workers", type=whole(1), default=1, help=workers)
     _add_access(parser)
-    parser.add_argument("--port", type=whole(0, 65535), default=0, help="to listen on (default 0: any)")
-    file = 'go on from it if it is there, and write it: torch.load gives "parameters", "momentum" and "round"; the one '
-    file += "before it is kept as FILE.previous"
+    parser.add_argument("--port", type=whole(0, 65535), default=0, help="port to listen on (default 0: any)")
+    file = 'resume from FILE if it exists, and write it: torch.load gives "parameters", "momentum" and "round"; the '
+    file += "checkpoint before is kept as FILE.previous"
     parser.add_argument("--checkpoint", type=output_file, metavar="FILE", help=file)
-    parser.add_argument("--every", type=whole(1), default=10, metavar="ROUNDS", help="write it so often (default 10)")
+    every = "rounds between two checkpoints (default 10)"
+    parser.add_argument("--every", type=whole(1), default=10, metavar="ROUNDS", help=every)
 
 
 def _run_server(options: argparse.Namespace) -> int:
@@ -137,7 +143,7 @@ def _run_server(options: argparse.Namespace) -> int:
     except CommoptError as error:
         return refuse("commopt server", error)
     written = 0 if saved is None else saved["round"]
-    with _until_told():
+    with _until_interrupted():
         print(f"commopt server: listening on {options.host}, port {server.port}", flush=True)
         while not server.failure:
             if options.checkpoint and server.round >= written + options.every:
@@ -164,9 +170,9 @@ def _load(path: Path | None) -> dict[str, Any] | None:
 
 
 def _save(server: Server, path: Path) -> int:
-    """Write the checkpoint, and keep the one before; a process that is killed leaves both whole. Return its round.
+    """Write the checkpoint, keep the one before, and return the round. A kill leaves both files intact.
 
-    A disk that is full is told of in the log, and tried again after as many rounds.
+    A full disk is logged, and the next attempt follows after as many rounds.
     """
     saved = server.state_dict()
     unfinished = path.with_name(f"{path.name}.unfinished")
@@ -176,7 +182,7 @@ def _save(server: Server, path: Path) -> int:
             file.flush()
             os.fsync(file.fileno())
         if path.is_file():
-            _keep(path)
+            _copy_to_previous(path)
         unfinished.replace(path)
     except (OSError, RuntimeError) as error:  # torch's own writer raises the latter
         _log.error("the checkpoint of round %d could not be written: %s", saved["round"], error)
@@ -184,8 +190,8 @@ def _save(server: Server, path: Path) -> int:
     return int(saved["round"])
 
 
-def _keep(path: Path) -> None:
-    """Let the previous checkpoint be the one at `path`, which stays there."""
+def _copy_to_previous(path: Path) -> None:
+    """Make the checkpoint at `path`, which stays there, the previous one too."""
     link = path.with_name(f"{path.name}.kept")
     link.unlink(missing_ok=True)
     try:
@@ -205,8 +211,8 @@ def _previous(path: Path) -> Path:
 def _add_worker(parser: argparse.ArgumentParser) -> None:
     parser.usage = "python -m commopt worker --scheduler HOST:PORT [-m] SCRIPT ARGS..."
     parser.description = (
-        "Run a training script with the line commopt.attach(model, commopt.ParameterServer(period=...)), which without "
-        "an address finds this scheduler. Under torchrun the ranks of a DDP model are one worker."
+        "Run a training script that calls commopt.attach(model, commopt.ParameterServer(period=...)). Without an "
+        "address, that call uses this scheduler. Under torchrun the ranks of a DDP model are one worker."
     )
     parser.add_argument("--scheduler", type=_address, required=True, metavar="HOST:PORT")
     _add_secret(parser)
@@ -219,7 +225,7 @@ def _add_worker(parser: argparse.ArgumentParser) -> None:
 def _run_worker(options: argparse.Namespace) -> int:
     try:
         if not options.script:
-            raise ConfigurationError("no script was named; pass one behind the options")
+            raise ConfigurationError("no script was given; pass one after the options")
         script = Script(options.script[0], tuple(options.script[1:]), options.module)
         script.require_there()
     except ConfigurationError as error:

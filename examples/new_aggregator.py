@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from commopt.aggregate.base import Aggregator, Buffer, Step, call, work
+from commopt.aggregate.base import Action, Aggregator, Buffer, call, work
 from commopt.feedback.context import BufferContext
 from commopt.groups.shape import TeamShape
 from commopt.groups.team import Team
@@ -51,7 +51,7 @@ class InOrder(Aggregator):
         buffer.copy_(sent[:numel])
 
     # 3. The same as data: (what, bytes) of this rank. The tuner prices it, the simulator runs it, statistics count it.
-    def calls(self, buffer: Buffer, team: TeamShape) -> tuple[Step, ...]:
+    def calls(self, buffer: Buffer, team: TeamShape) -> tuple[Action, ...]:
         """Return an all_to_all of everything and an all_gather of this rank's chunk, with a copy before and after."""
         numel = buffer.layout.numel
         if numel == 0:

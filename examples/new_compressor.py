@@ -3,8 +3,9 @@
 
     torchrun --nproc-per-node 4 -m examples.new_strategies    # trains with it
 
-A compressor turns float values into bytes of a fixed number, and back. It never communicates: `Compressed` exchanges
-its payloads and keeps what it leaves out for the next step. This one sends the largest element of every block.
+A compressor turns float values into a fixed number of bytes, and back. It never communicates: `Compressed` exchanges
+its payloads, and adds the residual of each encoding to the next gradient. This one sends the largest element of every
+block.
 
 In a checkout of commopt the file goes to commopt/compress/top_of_block.py, and the line into COMPRESSORS:
 `"top_of_block": TopOfBlock`. Contract tests, benchmarks and `auto(allow="top_of_block")` then know it.
@@ -17,15 +18,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from commopt.compress.base import Compressor, Trials
+from commopt.compress.base import Candidates, Compressor
 from commopt.errors import ConfigurationError
-from commopt.kernels.codec import ErrorFeedback, RngKey
+from commopt.kernels.codec import Encoding
 
 
 # 1. A frozen dataclass: its fields are the options, its repr is what ranks compare.
 @dataclass(frozen=True, repr=False)
 class TopOfBlock(Compressor):
-    """Send the largest element of each block of `block` (at most 256) elements; the others wait for their turn."""
+    """Send the largest element of each block of `block` (at most 256) elements; the others stay in the residual."""
 
     block: int = 64
 
@@ -43,33 +44,25 @@ class TopOfBlock(Compressor):
         """Return 5 bytes for each block."""
         return -(-5 * (chunk_numel // self.block) // 16) * 16
 
-    # 3. There: everything in plain torch, hence on any device, and without waiting for it.
-    def compress(
-        self,
-        values: Tensor,
-        payload: Tensor,
-        chunk_numel: int,
-        scale: float,
-        carry: ErrorFeedback | None = None,
-        rng: RngKey = RngKey(),
-    ) -> None:
-        """Find the largest of each block; argmax finds NaN first, so that every rank hears of it."""
-        rows = len(payload)
+    # 3. Encode: everything in plain torch, hence on any device, and without waiting for it.
+    def compress(self, values: Tensor, payload: Tensor, encoding: Encoding) -> None:
+        """Find the largest of each block; argmax finds NaN first, so that it reaches every rank."""
+        rows, chunk_numel, residual = len(payload), encoding.chunk_numel, encoding.residual
         padded = torch.zeros(rows * chunk_numel, dtype=torch.float32, device=values.device)
-        p = padded[: values.numel()].copy_(values).mul_(scale)
-        unit: Tensor | float = 1.0 if carry is None or carry.loss_scale is None else carry.loss_scale
-        if carry is not None:  # what earlier steps have left out
-            p += carry.old * (unit * carry.decay)
+        p = padded[: values.numel()].copy_(values).mul_(encoding.scale)
+        unit: Tensor | float = 1.0 if residual is None or residual.loss_scale is None else residual.loss_scale
+        if residual is not None:  # of the last encoding
+            p += residual.old * (unit * residual.decay)
         blocks = padded.view(-1, self.block)
         places = blocks.abs().argmax(1, keepdim=True)
         largest, place = self._parts(payload, chunk_numel)
         largest.copy_(blocks.gather(1, places).view(rows, -1))
         place.copy_(places.view(rows, -1))
-        if carry is not None:  # what this step leaves out
+        if residual is not None:  # of this encoding: all that was not sent
             blocks.scatter_(1, places, 0.0)
-            torch.mul(p, 1 / unit, out=carry.new)
+            torch.mul(p, 1 / unit, out=residual.new)
 
-    # 4. And back. Sums, sums encoded again and the search for NaN follow from these two; faster ones may be written.
+    # 4. Decode. Sums, sums encoded again and the search for NaN follow from these two; faster ones may be written.
     def decompress(self, payload: Tensor, values: Tensor, chunk_numel: int) -> None:
         """Put each value in its place, zeros elsewhere."""
         largest, place = self._parts(payload, chunk_numel)
@@ -83,6 +76,6 @@ class TopOfBlock(Compressor):
 
     # 5. What `auto` may try, if it is allowed to: the weakest first.
     @classmethod
-    def trials(cls) -> Trials[Compressor]:
+    def candidates(cls) -> Candidates[Compressor]:
         """Return blocks of 16, 64 and 256."""
-        return Trials("top_of_block", tuple(cls(block) for block in (16, 64, 256)), usual=1)
+        return Candidates("top_of_block", tuple(cls(block) for block in (16, 64, 256)), usual=1)

@@ -6,26 +6,26 @@ nbytes is S, `ranks` P, in a hierarchy `per_node` L on each of `nodes` N.
 
 from __future__ import annotations
 
-from commopt.cost import Link, ring
+from commopt.cost import LinkCost, ring
 
 
-def ring_us(nbytes: float, ranks: int, link: Link) -> float:
+def ring_us(nbytes: float, ranks: int, link: LinkCost) -> float:
     """2 (P-1) alpha + 2 (P-1)/P S beta (Patarasuk and Yuan 2009)."""
     return 2 * (ranks - 1) * link.alpha_us + 2 * (ranks - 1) / ranks * nbytes * link.beta_us_per_byte
 
 
-def sharded_us(nbytes: float, nodes: int, per_node: int, intra: Link, inter: Link) -> float:
+def sharded_us(nbytes: float, nodes: int, per_node: int, intra: LinkCost, inter: LinkCost) -> float:
     """reduce_scatter in the node, a ring of each shard, all_gather; `inter` is what each of L ranks has for itself."""
     return ring_us(nbytes, per_node, intra) + ring_us(nbytes / per_node, nodes, inter)
 
 
-def leader_us(nbytes: float, nodes: int, per_node: int, intra: Link, inter: Link) -> float:
+def leader_us(nbytes: float, nodes: int, per_node: int, intra: LinkCost, inter: LinkCost) -> float:
     """reduce to one rank, a ring of everything over these ranks, broadcast; `inter` is what one rank has alone."""
     inside_us = sum(ring(primitive, per_node).time_us(nbytes, intra) for primitive in ("reduce", "broadcast"))
     return inside_us + ring_us(nbytes, nodes, inter)
 
 
-def ring_over_nodes_us(nbytes: float, nodes: int, per_node: int, intra: Link, inter: Link) -> float:
+def ring_over_nodes_us(nbytes: float, nodes: int, per_node: int, intra: LinkCost, inter: LinkCost) -> float:
     """A ring that crosses to the next node once in L hops; `inter` is what a whole node sends.
 
     2 (N-1) alpha_n + 2 N (L-1) alpha_i + 2 (P-1)/P S max(beta_n, beta_i)

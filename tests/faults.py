@@ -85,8 +85,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a later piece of a row is rounded by the random bits of the first",
         "commopt/kernels/residual.py",
-        "sixteen_bits(place + begin, p.numel(), rng, p.device)",
-        "sixteen_bits(place, p.numel(), rng, p.device)",
+        "sixteen_bits(place + begin, p.numel(), rng_key, p.device)",
+        "sixteen_bits(place, p.numel(), rng_key, p.device)",
         "kernels: random bits are those of the element, wherever it is rounded",
         ("test_cast",),
     ),
@@ -102,8 +102,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "what the final cast takes away is not kept",
         "commopt/aggregate/compressed.py",
-        "_keep_rounding(exact, rows.dtype, carry.new, carry)",
-        "_keep_rounding(exact, exact.dtype, carry.new, carry)",
+        "add_rounding_error(residual.new, exact, rows.dtype, residual.loss_scale)",
+        "add_rounding_error(residual.new, exact, exact.dtype, residual.loss_scale)",
         NOTHING_LOST,
         ("test_feedback_conservation",),
     ),
@@ -117,7 +117,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "factors are committed only beside residuals",
-        "commopt/feedback/store.py",
+        "commopt/feedback/transaction.py",
         "            if self._staged or self._staged_factors:\n",
         "            if self._staged:\n",
         NOTHING_LOST,
@@ -125,7 +125,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a step is committed without the lock",
-        "commopt/feedback/store.py",
+        "commopt/feedback/transaction.py",
         "                with self.lock:\n                    self._commit()\n",
         "                self._commit()\n",
         NOTHING_LOST,
@@ -143,8 +143,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a server judges the chunk it serves, and not those of the others",
         "commopt/aggregate/compressed.py",
-        "_judge(rows, gathered, buffer, context)",
-        "_judge(rows, served, buffer, context)",
+        "_report_finite(rows, gathered, buffer, context)",
+        "_report_finite(rows, served, buffer, context)",
         NON_FINITE,
         ("test_feedback_nonfinite",),
     ),
@@ -176,7 +176,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "after a resume the store counts steps from 0",
         "commopt/attached/registration.py",
-        "        store.steps = self.steps = steps\n",
+        "        store.transaction.steps = self.steps = steps\n",
         "        self.steps = steps\n",
         FOLLOWS,
         ("test_feedback_moves",),
@@ -258,8 +258,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a trial is measured in other buckets than its own",
         "commopt/schedule/search.py",
-        "self._round.end_trial(window if enough and window.plan is self._plan else None)",
-        "self._round.end_trial(window if enough else None)",
+        "self._comparison.end_trial(measured if enough and measured.plan is self._plan else None)",
+        "self._comparison.end_trial(measured if enough else None)",
         NEVER_SLOWER,
         ("test_search",),
     ),
@@ -307,7 +307,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "an element that rests is cleared in the sum of all and not in what the server keeps",
         "commopt/aggregate/compressed.py",
-        "                if rest is not None:\n                    rest.clear(exact, region.chunk(team.rank)[0])\n",
+        "                if mask is not None:\n                    mask.clear(exact, region.chunk(team.rank)[0])\n",
         "",
         "what is zero on all ranks stays zero",
         ("test_zeros",),
@@ -315,8 +315,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "what was touched before a sum came is forgotten where a message is of chunks",
         "commopt/aggregate/compressed.py",
-        "rest.arrived(region.payload(gathered), region.chunk_numel, chunks=True)",
-        "rest.arrived(region.payload(gathered), region.chunk_numel, chunks=False)",
+        "mask.arrived(region.payload(gathered), region.chunk_numel, chunks=True)",
+        "mask.arrived(region.payload(gathered), region.chunk_numel, chunks=False)",
         "what is zero on all ranks stays zero",
         ("test_zeros",),
     ),

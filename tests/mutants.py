@@ -22,7 +22,7 @@ from pathlib import Path
 
 from bench.environment import machine
 from bench.output import read_lines, write_results
-from commopt.command_line import Parser, output_file
+from commopt.command_line import CommandParser, output_file
 from tests.copies import GATE, Copy
 from tests.faults import FAULTS, Fault
 
@@ -95,7 +95,7 @@ def run(faults: Sequence[Fault], revision: str | None) -> Iterator[Finding]:
 
 def main() -> int:
     """Try the chosen faults; print and write which test found each."""
-    parser = Parser(prog="python -m tests.mutants", description=__doc__)
+    parser = CommandParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("--only", default="", metavar="WORD,WORD", help="faults whose name contains one of the words")
     parser.add_argument("--revision", metavar="REVISION", help="sources and tests of this revision; all of its tests")
     parser.add_argument(

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from commopt.compress import Compressor, ErrorFeedback, RngKey
+from commopt.compress import Compressor, Encoding, ErrorFeedback, RngKey
 from commopt.kernels.codec import Codec
 
 GAP = 48
@@ -53,13 +53,13 @@ def encode(
     values: Tensor,
     rows: int = 1,
     scale: float = 1.0,
-    carry: ErrorFeedback | None = None,
-    rng: RngKey | None = None,
+    residual: ErrorFeedback | None = None,
+    rng_key: RngKey | None = None,
 ) -> Rows:
     """Compress into fresh rows and see that nothing else changed."""
     made = rows_for(compressor, values.numel(), rows)
     before = values.clone()
-    compressor.compress(values, made.payload, made.chunk_numel, scale, carry, rng or RngKey())
+    compressor.compress(values, made.payload, Encoding(made.chunk_numel, scale, residual, rng_key or RngKey()))
     made.assert_guards()
     assert torch.equal(values.view(torch.uint8), before.view(torch.uint8))
     return made
@@ -84,7 +84,7 @@ def relative_error(compressor: Compressor, values: Tensor) -> float:
 
 
 @dataclass(frozen=True)
-class Carrying:
+class ResidualUse:
     """How a residual takes part."""
 
     loss_scale: float | None = None
@@ -93,14 +93,14 @@ class Carrying:
     new_offset: int = 0
 
 
-class Kept:
-    """A carry in memory of its own, amid guards."""
+class GuardedResidual:
+    """A residual in memory of its own, amid guards."""
 
-    def __init__(self, carrying: Carrying, old: Tensor, device: str) -> None:
+    def __init__(self, use: ResidualUse, old: Tensor, device: str) -> None:
         self.arena = torch.full((old.numel() + 9,), 7.0, device=device)
-        new, old = self.arena[carrying.new_offset :][: old.numel()], shifted(old, device, carrying.old_offset)
-        loss_scale = None if carrying.loss_scale is None else torch.tensor(carrying.loss_scale, device=device)
-        self.carry = ErrorFeedback(old, new, loss_scale, carrying.decay)
+        new, old = self.arena[use.new_offset :][: old.numel()], shifted(old, device, use.old_offset)
+        loss_scale = None if use.loss_scale is None else torch.tensor(use.loss_scale, device=device)
+        self.residual = ErrorFeedback(old, new, loss_scale, use.decay)
 
 
 def shifted(values: Tensor, device: str, offset: int) -> Tensor:

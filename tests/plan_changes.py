@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A search that has another plan at every meeting, for trainings in which plans change."""
+"""A search that has another plan at every synchronisation point, for trainings in which plans change."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed import Reducer
 from torch.nn.parallel import distributed
 
 import commopt
-from commopt.schedule import Calendar, Costs, Decision, Plan, Window, controller, sync
+from commopt.schedule import Costs, Decision, Measurement, Plan, Window, controller, sync
 from commopt.schedule.calibration import LARGEST_NBYTES
 from tests.hook_training import Tower
 
@@ -24,26 +24,26 @@ needs_caps = pytest.mark.skipif(
 
 
 class Changing:
-    """Cuts the parameters in two, elsewhere at every meeting, three steps apart.
+    """Cuts the parameters in two, elsewhere at every synchronisation point, three steps apart.
 
-    shown: the units of the last meeting. costs: those it was made with.
+    shown: the units of the last one. costs: those it was made with.
     """
 
-    first = Calendar(2, 3)
+    first = Window(2, 3)
     shown: tuple[tuple[str, ...], ...] = ()
     costs: Costs
 
-    def __init__(self, options: Sequence[Any], costs: Costs, max_bytes: int, *_: object) -> None:
+    def __init__(self, options: Sequence[Any], costs: Costs, max_bytes: int, *_: object, **__: object) -> None:
         assert max_bytes == LARGEST_NBYTES
         Changing.shown, Changing.costs = (), costs
 
-    def decide(self, window: Window, step: int) -> Decision:
+    def decide(self, window: Measurement, step: int) -> Decision:
         Changing.shown = tuple(unit.names for unit in window.units)
         names = [name for unit in window.units for name in unit.names]
         assert len(names) == len(set(names)), "a parameter is in two units"
         cut = 1 + step % (len(names) - 1)
         plan = Plan((tuple(names[:cut]), tuple(names[cut:])), repr(commopt.Flat()))
-        return Decision(plan, Calendar(step + 2, step + 3), f"cut at {cut}")
+        return Decision(plan, Window(step + 2, step + 3), f"cut at {cut}")
 
 
 def plan_of(*parts: list[str], strategy: str = repr(commopt.Flat())) -> Plan:
@@ -61,7 +61,7 @@ def changing(kind: Any = Changing) -> Iterator[None]:
     """Let `kind` decide on rank 0, in registrations made meanwhile."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sync, "Search", kind)
-        patch.setattr(controller, "FIRST_CALENDAR", kind.first)
+        patch.setattr(controller, "FIRST_WINDOW", kind.first)
         yield
 
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from commopt.kernels import quantize
 from commopt.kernels import quantize_reference as reference
-from commopt.kernels.codec import Codec, CodecName, ErrorFeedback, RngKey
+from commopt.kernels.codec import Codec, CodecName, Encoding, ErrorFeedback, RngKey
 from commopt.kernels.loader import Loader
 from tests.emulator import launched_by
-from tests.payloads import GAP, Carrying, Kept, Rows, guarded, shifted
+from tests.payloads import GAP, GuardedResidual, ResidualUse, Rows, guarded, shifted
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 RNG = RngKey(seed=0xFEDC_BA98_7654_3210, step=2**31 + 5, stream=7)
@@ -75,11 +75,11 @@ def encoded(codec: Codec, rows: int, row_blocks: int) -> Rows:
     numel = rows * row_blocks * codec.block
     result = rows_of(codec, rows, row_blocks)
     values = random_values(codec, rows * row_blocks, numel, torch.float32)
-    reference.encode(codec, values, result.payload, row_blocks * codec.block, 1.0, None, RNG)
+    reference.encode(codec, values, result.payload, Encoding(row_blocks * codec.block, rng_key=RNG))
     return result
 
 
-Encoding: TypeAlias = Callable[[Rows, ErrorFeedback | None], None]
+EncodingCall: TypeAlias = Callable[[Rows, ErrorFeedback | None], None]
 
 
 class Check:
@@ -97,7 +97,7 @@ class Check:
         row_blocks: int,
         *,
         scale: float = 1.0,
-        carrying: Carrying | None = None,
+        use: ResidualUse | None = None,
         offset: int = 0,
         fuzzy: bool = False,
     ) -> None:
@@ -105,17 +105,17 @@ class Check:
         old = torch.randn(values.numel()) * values.abs().float()
         moved = shifted(values, self._device, offset)
 
-        def launch(rows: Rows, carry: ErrorFeedback | None) -> None:
-            quantize.encode(codec, moved, rows.payload, rows.chunk_numel, scale, carry, RNG)
+        def launch(rows: Rows, residual: ErrorFeedback | None) -> None:
+            quantize.encode(codec, moved, rows.payload, Encoding(rows.chunk_numel, scale, residual, RNG))
 
-        def refer(rows: Rows, carry: ErrorFeedback | None) -> None:
-            reference.encode(codec, values, rows.payload, rows.chunk_numel, scale, carry, RNG)
+        def refer(rows: Rows, residual: ErrorFeedback | None) -> None:
+            reference.encode(codec, values, rows.payload, Encoding(rows.chunk_numel, scale, residual, RNG))
 
-        self._compare(codec, rows, row_blocks, old, carrying, refer, launch, fuzzy)
+        self._compare(codec, rows, row_blocks, old, use, refer, launch, fuzzy)
         assert torch.equal(moved.cpu(), values)
 
     def recode(
-        self, codec: Codec, peers: int, row_blocks: int, numel: int, carrying: Carrying | None, *, fuzzy: bool
+        self, codec: Codec, peers: int, row_blocks: int, numel: int, use: ResidualUse | None, *, fuzzy: bool
     ) -> None:
         """Encode the sum of `peers` rows."""
         chunk_numel = row_blocks * codec.block
@@ -124,14 +124,14 @@ class Check:
         reference.accumulate(codec, sources.payload, total)
         moved = sources.on(self._device)
 
-        def launch(rows: Rows, carry: ErrorFeedback | None) -> None:
-            quantize.recode(codec, moved, rows.payload, chunk_numel, numel, carry, RNG)
+        def launch(rows: Rows, residual: ErrorFeedback | None) -> None:
+            quantize.recode(codec, moved, rows.payload, numel, Encoding(chunk_numel, 1.0, residual, RNG))
 
-        def refer(rows: Rows, carry: ErrorFeedback | None) -> None:
-            reference.recode(codec, sources.payload, rows.payload, chunk_numel, numel, carry, RNG)
+        def refer(rows: Rows, residual: ErrorFeedback | None) -> None:
+            reference.recode(codec, sources.payload, rows.payload, numel, Encoding(chunk_numel, 1.0, residual, RNG))
 
         old = torch.randn(numel) * total[:numel].abs()
-        self._compare(codec, 1, row_blocks, old, carrying, refer, launch, fuzzy)
+        self._compare(codec, 1, row_blocks, old, use, refer, launch, fuzzy)
 
     def decode(self, codec: Codec, rows: int, row_blocks: int, numel: int, dtype: torch.dtype, offset: int) -> None:
         """Decode every row, exactly."""
@@ -161,7 +161,7 @@ class Check:
         rows = rows_of(codec, 1, 4, self._device)
         moved = values.view(-1).to(self._device)
         with launched_by(self._loader):
-            quantize.encode(codec, moved, rows.payload, values.numel(), 1.0, None, RNG)
+            quantize.encode(codec, moved, rows.payload, Encoding(values.numel(), rng_key=RNG))
         payload = rows.payload.cpu()
         assert not quantize.finite(codec, payload, values.numel())
         decoded = torch.empty(4, codec.block)
@@ -176,19 +176,19 @@ class Check:
         rows: int,
         row_blocks: int,
         old: Tensor,
-        carrying: Carrying | None,
-        refer: Encoding,
-        launch: Encoding,
+        use: ResidualUse | None,
+        refer: EncodingCall,
+        launch: EncodingCall,
         fuzzy: bool,
     ) -> None:
-        """Encode by the reference and by the kernel, and compare what they leave."""
+        """Encode by the reference and by the kernel, and compare the new residuals."""
         wanted, got = rows_of(codec, rows, row_blocks), rows_of(codec, rows, row_blocks, self._device)
-        way = carrying or Carrying()
-        kept = [Kept(way, old / (way.loss_scale or 1.0), device) for device in ("cpu", self._device)]
-        wanted_carry, got_carry = (each.carry if carrying else None for each in kept)
-        refer(wanted, wanted_carry)
+        way = use or ResidualUse()
+        kept = [GuardedResidual(way, old / (way.loss_scale or 1.0), device) for device in ("cpu", self._device)]
+        wanted_residual, got_residual = (each.residual if use else None for each in kept)
+        refer(wanted, wanted_residual)
         with launched_by(self._loader):
-            launch(got, got_carry)
+            launch(got, got_residual)
         wanted_new, got_new = (each.arena for each in kept)
         # torch takes roots on the CPU with an error of up to an ulp.
         if (fuzzy and sums(codec)) or codec.name == "sign_rms":

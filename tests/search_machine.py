@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from commopt.schedule import (
-    Calendar,
     Costs,
     Decision,
+    Measurement,
     Plan,
     PriceTable,
     Tuned,
@@ -22,8 +22,9 @@ from commopt.schedule import (
     Window,
     best_plan,
 )
-from commopt.schedule.decision import FIRST_CALENDAR, Option
-from commopt.schedule.measure import StepTimes
+from commopt.schedule.candidates import Candidate
+from commopt.schedule.decision import FIRST_WINDOW
+from commopt.schedule.measure import StepTable
 from commopt.schedule.search import Search
 
 LARGEST_BYTES = 10**9
@@ -44,8 +45,8 @@ def units_of(nbytes: list[int], gap_us: float, first_us: float = 10_000.0) -> tu
 
 UNITS = units_of([400_000, 2_000_000, 1_000_000, 4_000_000] * 6, gap_us=2000.0)
 COSTS = Costs({"flat": line(1500.0, 1.2e-3), "hierarchical": line(3000.0, 0.9e-3)}, overhead_us=100.0)
-EXACT = (Option("flat", "flat"), Option("hierarchical", "hierarchical"))
-LOSSY = (Option("quantized", "quantized", 0.1, lossy=True), Option("onebit", "onebit", 0.6, lossy=True))
+EXACT = (Candidate("flat", "flat"), Candidate("hierarchical", "hierarchical"))
+LOSSY = (Candidate("quantized", "quantized", 0.1, lossy=True), Candidate("onebit", "onebit", 0.6, lossy=True))
 PRICES = {
     "flat": line(1500.0, 4e-3),
     "hierarchical": line(3000.0, 3e-3),
@@ -79,14 +80,14 @@ class Step:
 
 @dataclass
 class Machine:
-    """Runs training under a Search from one meeting to the next: with exact options, as adaptive buckets have them."""
+    """Runs training under a Search from one decision to the next: with exact candidates, as for adaptive buckets."""
 
     truth: Callable[[int], Truth] = lambda _: Truth()
     noise: float = 0.0
     seed: int = 0
     costs: Costs = COSTS
     units: tuple[Unit, ...] = UNITS
-    options: tuple[Option, ...] = EXACT
+    candidates: tuple[Candidate, ...] = EXACT
     max_bytes: int | None = None
     max_trials: int = 3
     found_cap_bytes: int = 8_000_000
@@ -102,13 +103,19 @@ class Machine:
         self.search = self.begin()
         self.found = Plan(self.ddp_groups(), "flat", "found")
         self.plan = self.found if self.adopted is None or self.adopted.plan is None else self.adopted.plan
-        self.calendar: Calendar = FIRST_CALENDAR
+        self.window: Window = FIRST_WINDOW
         self.log: list[tuple[int, Decision]] = []
 
     def begin(self) -> Search:
-        costs = self.costs.only([option.strategy for option in self.options])
+        costs = self.costs.only([candidate.strategy for candidate in self.candidates])
         return Search(
-            self.options, costs, self.max_bytes, self.max_trials, self.allow, (2, 2) if self.allow else (), self.adopted
+            self.candidates,
+            costs,
+            self.max_bytes,
+            self.max_trials,
+            self.allow,
+            (2, 2) if self.allow else (),
+            self.adopted,
         )
 
     def ddp_groups(self) -> tuple[tuple[str, ...], ...]:
@@ -121,12 +128,12 @@ class Machine:
         return tuple(tuple(self.units[place].names[0] for place in bucket) for bucket in places)
 
     def run(self: M, steps: int) -> M:
-        """Meet until `steps` steps are done."""
-        while self.calendar.meet_at < steps:
-            step = self.calendar.meet_at
-            decision = self.search.decide(self.window(), step)
+        """Decide until `steps` steps are done."""
+        while self.window.last_step < steps:
+            step = self.window.last_step
+            decision = self.search.decide(self.measure(), step)
             self.log.append((step, decision))
-            self.calendar = decision.calendar
+            self.window = decision.window
             self.plan = decision.plan or decision.updated(self.plan)
         return self
 
@@ -155,7 +162,7 @@ class Machine:
     def best_us(self, step: int) -> float:
         """The least that a step can take, for one who knows what messages really cost."""
         units, costs = self.conditions(step)
-        plans = (best_plan(units, costs.only([option.strategy])) for option in self.options)
+        plans = (best_plan(units, costs.only([candidate.strategy])) for candidate in self.candidates)
         return min(self.step_us(plan, step) for plan in plans)
 
     def step_us(self, plan: Plan, step: int) -> float:
@@ -173,12 +180,12 @@ class Machine:
         }
         return units, replace(self.costs, prices=prices)
 
-    def window(self) -> Window:
-        """Measure the steps of the calendar, each with noise of its own on every time."""
-        if self.log and self.log[-1][1].try_out:
-            names = [option.strategy for option in self.options]
-            self.search.reprice(self.conditions(self.calendar.meet_at)[1].only(names))
-        steps = range(self.calendar.measure_from, self.calendar.meet_at + 1)
+    def measure(self) -> Measurement:
+        """Measure the steps of the window, each with noise of its own on every time."""
+        if self.log and self.log[-1][1].retime:
+            names = [candidate.strategy for candidate in self.candidates]
+            self.search.reprice(self.conditions(self.window.last_step)[1].only(names))
+        steps = range(self.window.first_step, self.window.last_step + 1)
         begin = np.array([1e9 + 1e6 * step for step in steps])
         traces = [self.trace(self.plan, step, self.jitter) for step in steps]
         ready, started, finished = (
@@ -187,10 +194,10 @@ class Machine:
         )
         begin[: self.steps_lost] = np.nan
         plain = [replace(unit, ready_us=0.0) for unit in self.units]
-        times = StepTimes(begin, ready.max(axis=1), started, finished, ready)
-        window = Window.of(replace(self.plan, origin="found"), plain, times)
-        shown = [behind for step, behind in self.behind.items() if step <= self.calendar.meet_at]
-        return replace(window, steps_behind=shown[-1] if shown else None, movable=self.movable)
+        times = StepTable(begin, ready.max(axis=1), started, finished, ready)
+        measured = Measurement.of(replace(self.plan, origin="found"), plain, times)
+        shown = [behind for step, behind in self.behind.items() if step <= self.window.last_step]
+        return replace(measured, steps_behind=shown[-1] if shown else None, movable=self.movable)
 
     def trace(self, plan: Plan, step: int, jitter: Callable[[], float]) -> Step:
         units, costs = self.conditions(step)
@@ -215,7 +222,7 @@ class TunedMachine(Machine):
     """A machine under `auto`, which may compress."""
 
     costs: Costs = field(default_factory=lambda: Costs(PRICES, overhead_us=100.0))
-    options: tuple[Option, ...] = (*EXACT, *LOSSY)
+    candidates: tuple[Candidate, ...] = (*EXACT, *LOSSY)
     max_trials: int = 4
     allow: tuple[str, ...] = ("lossless", "quantized", "onebit")
     behind: Mapping[int, float] = field(default_factory=lambda: {0: FOLLOWS})

@@ -13,7 +13,7 @@ from commopt.kernels import sparse_reference as reference
 from commopt.kernels.loader import Loader
 from commopt.kernels.sparse import SparseRow
 from tests.emulator import launched_by
-from tests.payloads import Carrying, Kept, Rows, guarded, shifted
+from tests.payloads import GuardedResidual, ResidualUse, Rows, guarded, shifted
 
 VALUE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -72,12 +72,12 @@ def large_in_tiles(numbers: Sequence[int], *, ties: bool) -> Tensor:
     return values.flatten() * torch.randint(0, 2, (values.numel(),)).mul(2).sub(1)
 
 
-CARRYING = (
+RESIDUAL_USES = (
     None,
-    Carrying(),
-    Carrying(decay=0.9, new_offset=1),
-    Carrying(1024.0),
-    Carrying(3.0, 0.7, old_offset=1, new_offset=2),
+    ResidualUse(),
+    ResidualUse(decay=0.9, new_offset=1),
+    ResidualUse(1024.0),
+    ResidualUse(3.0, 0.7, old_offset=1, new_offset=2),
 )
 
 
@@ -95,19 +95,19 @@ class Check:
         rows: int,
         *,
         scale: float = 1.0,
-        carrying: Carrying | None = None,
+        use: ResidualUse | None = None,
         offset: int = 0,
         spoilt: int | None = None,
     ) -> None:
         """Select from values `offset` elements behind a boundary; all bits count, except in the row called `spoilt`."""
         past = values.float().nan_to_num(0.0, 0.0, 0.0)
         wanted, got = rows_of(row, rows), rows_of(row, rows, self._device)
-        kept = [Kept(carrying or Carrying(), past.roll(1) * 0.5, device) for device in ("cpu", self._device)]
-        wanted_carry, got_carry = (each.carry if carrying else None for each in kept)
-        reference.select(row, values, wanted.payload, scale, wanted_carry)
+        kept = [GuardedResidual(use or ResidualUse(), past.roll(1) * 0.5, device) for device in ("cpu", self._device)]
+        wanted_residual, got_residual = (each.residual if use else None for each in kept)
+        reference.select(row, values, wanted.payload, scale, wanted_residual)
         moved = shifted(values, self._device, offset)
         with launched_by(self._loader):
-            sparse.select(row, moved, got.payload, scale, got_carry)
+            sparse.select(row, moved, got.payload, scale, got_residual)
         assert torch.equal(moved.cpu().nan_to_num(), values.nan_to_num())
         for number in range(rows):
             payload = got.payload[number].cpu()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -138,3 +139,21 @@ def test_topology_needs_the_standard_library_only() -> None:
     for name, file in modules().items():
         if name.startswith("topology"):
             assert {module.split(".")[0] for module in imports_of(file)}.isdisjoint({"torch", "numpy", "commopt"})
+
+
+# --------------------------------------------------------------------- names
+
+# Callbacks of different frameworks, each of which is imported alone.
+SHARED_NAMES = {"CommoptCallback"}
+# To be renamed elsewhere; a name leaves this set when only one class has it.
+STILL_TWICE: set[str] = set()
+
+
+def test_no_two_classes_have_one_name() -> None:
+    places: dict[str, list[str]] = defaultdict(list)
+    for file in python_files("commopt", "topology"):
+        for node in ast.walk(tree_of(file)):
+            if isinstance(node, ast.ClassDef):
+                places[node.name.lstrip("_")].append(f"{file.relative_to(ROOT)}:{node.lineno}")
+    twice = {name: found for name, found in places.items() if len(found) > 1 and name not in SHARED_NAMES}
+    assert {name: found for name, found in twice.items() if name not in STILL_TWICE} == {}

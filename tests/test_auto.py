@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
 from commopt import Auto, ConfigurationError
-from commopt.schedule import Calendar, Decision, Plan, Tried, Tuned, Window, controller, sync
+from commopt.schedule import Decision, Measurement, Outcome, Plan, Tuned, Window, controller, sync
 from tests.hook_training import (
     BUCKETS_CAN_BE_GIVEN,
     SMALL_BUCKET,
@@ -34,14 +34,14 @@ ALL = "bf16+quantized+onebit+dgc+powersgd"
 class Cycling:
     """Follows every strategy there is for two steps each, and ends with an exact one."""
 
-    first = Calendar(3, 4)
+    first = Window(3, 4)
 
-    def __init__(self, options: Sequence[Any], *_: object) -> None:
+    def __init__(self, options: Sequence[Any], *_: object, **__: object) -> None:
         names = [option.strategy for option in options]
         self._waiting = [*names[2:], *names[:2], *reversed(names)]
 
-    def decide(self, window: Window, step: int) -> Decision:
-        later = Calendar(step + 1, step + 2)
+    def decide(self, window: Measurement, step: int) -> Decision:
+        later = Window(step + 1, step + 2)
         if not self._waiting:
             return Decision(None, later, "done")
         strategy = self._waiting.pop(0)
@@ -55,7 +55,7 @@ class Cycling:
 def cycling() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sync, "Search", Cycling)
-        patch.setattr(controller, "FIRST_CALENDAR", Cycling.first)
+        patch.setattr(controller, "FIRST_WINDOW", Cycling.first)
         yield
 
 
@@ -159,7 +159,7 @@ def test_the_optimizer_is_seen_when_it_steps_unless_it_was_told() -> None:
 
 
 def tuned_by_hand(plan: commopt.Plan, nodes: tuple[int, ...] = (2, 2)) -> Tuned:
-    tried = Tried("by hand", plan.strategy, 0.5, 1.0, 1.0)
+    tried = Outcome("by hand", plan.strategy, 0.5, 1.0, 1.0)
     return Tuned("by hand", ("lossless", "quantized"), nodes, 1, (tried,), plan, "for a test")
 
 

@@ -24,9 +24,10 @@ from bench.demo import local_ranks
 from commopt.__main__ import main
 from commopt.bandwidth import cli
 from commopt.bandwidth.collectives import COLLECTIVES, PERIOD, Pattern, count_wrong, fill, known_aggregators
+from commopt.bandwidth.options import DTYPES, BandwidthOptions, options_of
 from commopt.bandwidth.report import (
-    Measurement,
-    Row,
+    BandwidthMeasurement,
+    TableRow,
     Timing,
     footer,
     format_row,
@@ -34,8 +35,7 @@ from commopt.bandwidth.report import (
     short_heading,
     short_row,
 )
-from commopt.bandwidth.settings import DTYPES, Settings, settings_of
-from commopt.command_line import Parser
+from commopt.command_line import CommandParser
 from commopt.groups import Team
 from tests.ranks import RankError, run
 
@@ -45,9 +45,9 @@ CPU = torch.device("cpu")
 # ------------------------------------------------------------------------------ settings
 
 
-def parse_settings(arguments: list[str]) -> Settings:
-    cli.add_arguments(parser := Parser())
-    return settings_of(parser.parse_args(arguments))
+def parse(arguments: list[str]) -> BandwidthOptions:
+    cli.add_arguments(parser := CommandParser())
+    return options_of(parser.parse_args(arguments))
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def parse_settings(arguments: list[str]) -> Settings:
     ],
 )
 def test_steps(flags: str, steps: list[int]) -> None:
-    assert list(parse_settings(flags.split()).steps_nbytes()) == steps
+    assert list(parse(flags.split()).steps_nbytes()) == steps
 
 
 @pytest.mark.parametrize(
@@ -79,14 +79,14 @@ def test_steps(flags: str, steps: list[int]) -> None:
 )
 def test_settings_that_cannot_work(flags: str, message: str) -> None:
     with pytest.raises(commopt.ConfigurationError, match=message):
-        parse_settings(flags.split())
+        parse(flags.split())
 
 
 def test_every_preset_and_every_form_has_a_name() -> None:
     known = known_aggregators()
     assert {name: known[name] for name in commopt.PRESETS} == {n: p.build() for n, p in commopt.PRESETS.items()}
     assert known["hierarchical:leader"] == commopt.Hierarchical(form="leader")
-    assert parse_settings(["--aggregator", "quantized:bits=4"]).aggregators == ("quantized:bits=4",)
+    assert parse(["--aggregator", "quantized:bits=4"]).aggregators == ("quantized:bits=4",)
 
 
 # ------------------------------------------------------------------------------ arithmetic
@@ -104,7 +104,7 @@ def test_conventions_are_those_of_nccl_tests() -> None:
 
 
 def test_iterations_add_up_to_the_loop() -> None:
-    timing = cli.timing_of([10.0, 30.0, 35.0, 100.0])
+    timing = Timing.of([10.0, 30.0, 35.0, 100.0])
     assert timing == Timing(mean_us=25.0, p50_us=10.0, p99_us=65.0)  # iterations of 10, 20, 5 and 65
 
 
@@ -141,8 +141,8 @@ def test_wrong_elements_are_counted_where_they_are() -> None:
 # ------------------------------------------------------------------------------ table
 
 
-def _row(**changes: Any) -> Row:
-    side = Measurement(Timing(12.345, 11.0, 13.0), 1.0, 1.5, 0)
+def _row(**changes: Any) -> TableRow:
+    side = BandwidthMeasurement(Timing(12.345, 11.0, 13.0), 1.0, 1.5, 0)
     values: dict[str, Any] = {
         "collective": "all_reduce",
         "nbytes": 1048576,
@@ -154,9 +154,9 @@ def _row(**changes: Any) -> Row:
         "wire_intra_bytes": 100,
         "wire_inter_bytes": 200,
         "out_of_place": side,
-        "in_place": Measurement(Timing(123456.0, 123456.0, 1234.56), 2.0, 3.0, 7),
+        "in_place": BandwidthMeasurement(Timing(123456.0, 123456.0, 1234.56), 2.0, 3.0, 7),
     }
-    return Row(**(values | changes))
+    return TableRow(**(values | changes))
 
 
 def test_heading_is_that_of_nccl_tests() -> None:
@@ -179,7 +179,7 @@ def test_row_is_aligned_with_the_heading() -> None:
 
 
 def test_row_without_in_place_formula_or_check() -> None:
-    unchecked = Measurement(Timing(1.0, 2.0, 3.0), 1.0, 1.0, None)
+    unchecked = BandwidthMeasurement(Timing(1.0, 2.0, 3.0), 1.0, 1.0, None)
     row = _row(in_place=None, wire_intra_bytes=None, wire_inter_bytes=None, out_of_place=unchecked)
     fields = format_row(row, 10).split()
     assert fields[5:] == ["1.00", "1.00", "1.00", *["N/A"] * 5, "flat", "n/a", "n/a", "2.00", "3.00"]
@@ -187,7 +187,7 @@ def test_row_without_in_place_formula_or_check() -> None:
 
 
 def test_the_short_table_fits_a_terminal_and_keeps_small_rates() -> None:
-    slow = Measurement(Timing(2_500_000.0, 1.0, 1.0), 0.000419, 0.000839, 0)
+    slow = BandwidthMeasurement(Timing(2_500_000.0, 1.0, 1.0), 0.000419, 0.000839, 0)
     for width, name in ((27, "hierarchical:reduce_scatter"), (4, "flat")):
         room = max(width, len("aggregator"))
         lines = [*short_heading(room).splitlines(), short_row(_row(in_place=slow, aggregator=name), room)]
@@ -225,12 +225,12 @@ def wrong() -> commopt.Aggregator:
 def measure(rank: int, world_size: int, flags: str) -> tuple[int, str]:
     output = io.StringIO()
     with patch.dict(commopt.PRESETS, wrong=commopt.Preset(wrong)), redirect_stdout(output):
-        status = cli.measure(parse_settings(["--wide", *flags.split()]), CPU)
+        status = cli.measure(parse(["--wide", *flags.split()]), CPU)
     return status, output.getvalue()
 
 
 def measure_differently(rank: int, world_size: int) -> None:
-    cli.measure(parse_settings(["-b", "8", "-e", "8", "-n", str(1 + rank)]), CPU)
+    cli.measure(parse(["-b", "8", "-e", "8", "-n", str(1 + rank)]), CPU)
 
 
 def _rows(output: str) -> list[list[str]]:
@@ -251,9 +251,7 @@ def test_every_collective(name: str, nodes: Any) -> None:
     assert [output for _, output in results[1:]] == [""] * (world_size - 1)
     rows = _rows(results[0][1])
     sizes = {int(row[0]) for row in rows}
-    assert sizes == (
-        {4, 4100} if not collective.blocks else {collective.nbytes(1025 // world_size, torch.float, world_size)}
-    )
+    assert sizes == ({4, 4100} if not collective.blocks else {1025 // world_size * world_size * 4})
     assert ("bytes hold less than one float" in results[0][1]) == collective.blocks
     assert {row[13] for row in rows} == set(names.split(","))
     for row in rows:

@@ -39,7 +39,7 @@ from bench.kernels.measure import DeviceCopy, Measurement, Missing, measure, req
 from bench.timing import Reading, host_clock
 from commopt.compress import Quantize
 from commopt.kernels import lowrank, quantize, sparse
-from commopt.kernels.codec import RngKey
+from commopt.kernels.codec import Encoding
 from commopt.kernels.sparse import SparseRow
 
 CPU = torch.device("cpu")
@@ -127,37 +127,37 @@ def test_bytes_are_what_a_kernel_must_move() -> None:
 
 def test_the_topk_route_sends_and_keeps_what_select_does() -> None:
     setting = Setting(NUMEL, 1, CPU)
-    values, carry = setting.values, setting.carry
+    values, residual = setting.values, setting.residual
     row = SparseRow.of(NUMEL, 0.01, torch.bfloat16)
     payload = torch.zeros(1, row.nbytes, dtype=torch.uint8)
-    sparse.select(row, values, payload, SCALE, carry)
+    sparse.select(row, values, payload, SCALE, residual)
     selected = torch.zeros(NUMEL)
     sparse.scatter(row, payload, selected)
     new, sent = torch.empty(NUMEL), torch.empty(row.count, dtype=torch.bfloat16)
-    chosen = topk_route(values, carry.old, new, sent, SCALE)
+    chosen = topk_route(values, residual.old, new, sent, SCALE)
     assert row.count == 101
     assert torch.equal(torch.zeros(NUMEL).index_copy_(0, chosen, sent.float()), selected)
     # What is kept differs by what rounding took from the elements sent.
-    assert torch.equal(new, carry.new.index_fill(0, chosen, 0.0))
-    assert torch.allclose(new, carry.new, rtol=0, atol=2.0**-8 * float(selected.abs().max()))
+    assert torch.equal(new, residual.new.index_fill(0, chosen, 0.0))
+    assert torch.allclose(new, residual.new, rtol=0, atol=2.0**-8 * float(selected.abs().max()))
 
 
 def test_plain_int8_blocks_agree_with_the_codec() -> None:
     codec = Quantize(8).codec
     setting = Setting(6 * codec.block, 1, CPU)
-    values, carry = setting.values, setting.carry
+    values, residual = setting.values, setting.residual
     payload = torch.zeros(1, codec.payload_nbytes(setting.numel), dtype=torch.uint8)
-    quantize.encode(codec, values, payload, setting.numel, SCALE, carry, RngKey())
+    quantize.encode(codec, values, payload, Encoding(setting.numel, SCALE, residual))
     decoded = torch.empty_like(values)
     quantize.decode(codec, payload, decoded, setting.numel)
-    codes, steps, new = int8_blocks(values, carry.old, SCALE, codec.block)
+    codes, steps, new = int8_blocks(values, residual.old, SCALE, codec.block)
     assert codes.dtype == torch.int8
     assert int(codes.abs().max()) == 127
     # Both round to the nearest of the same levels, so they differ where an element is half way between two.
     apart = (codes * steps - decoded.view(-1, codec.block)).abs()
     assert bool((apart <= 1.001 * steps).all())
     assert float((apart > 0.001 * steps).float().mean()) < 0.001
-    p = values * SCALE + carry.old
+    p = values * SCALE + residual.old
     assert torch.allclose(new.view(-1), p - (codes * steps).view(-1), rtol=0, atol=1e-6)
     assert bool((new.abs() <= 0.501 * steps).all())
 

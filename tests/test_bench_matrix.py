@@ -12,10 +12,10 @@ from typing import NamedTuple
 import pytest
 
 from bench.evidence import matrix
-from bench.evidence.matrix import UNUSABLE, EmulatedCluster, Entry, Matrix
+from bench.evidence.matrix import UNUSABLE, ClusterShape, Entry, Matrix
 from commopt.cluster import ClusterUnavailableError
 
-PLACES = EmulatedCluster(2, 1, "50mbit"), EmulatedCluster(2, 2, "none"), EmulatedCluster(4, 1, "50mbit")
+PLACES = ClusterShape(2, 1, "50mbit"), ClusterShape(2, 2, "none"), ClusterShape(4, 1, "50mbit")
 
 
 class World(NamedTuple):
@@ -41,9 +41,9 @@ def test_resumes_and_goes_on_after_a_failure(
 ) -> None:
     file = tmp_path / "a.json"
     file.write_text('[[2, 2], "none"]\n')
-    asked: list[tuple[EmulatedCluster, list[str], float]] = []
+    asked: list[tuple[ClusterShape, list[str], float]] = []
 
-    def run_at(place: EmulatedCluster, command: list[str], timeout_s: float) -> int:
+    def run_at(place: ClusterShape, command: list[str], timeout_s: float) -> int:
         asked.append((place, command, timeout_s))
         return 3 if place == PLACES[0] else 0
 

@@ -10,7 +10,7 @@ import pytest
 
 from bench.evidence.parameter_server import RUNS, STAGES, Run, markdown, rate, read, verdict
 from bench.output import write_results
-from commopt.cluster import Cluster
+from commopt.cluster import EmulatedCluster
 
 
 def record(**changed: Any) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def test_what_is_asked_is_relative_to_the_other_runs(tmp_path: Path) -> None:
 @pytest.mark.cluster
 def test_one_worker_is_slow_killed_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COMMOPT_SECRET", "a secret")  # the nodes inherit it
-    if missing := Cluster.missing(rate="100mbit"):
+    if missing := EmulatedCluster.missing(rate="100mbit"):
         pytest.skip(missing)
     options = [
         "--json",
@@ -54,7 +54,7 @@ def test_one_worker_is_slow_killed_and_back(tmp_path: Path, monkeypatch: pytest.
         "--width",
         "32",
     ]
-    with Cluster(4, 1, "100mbit") as cluster:
+    with EmulatedCluster(4, 1, "100mbit") as cluster:
         found = Run("disturbed", options, cluster, tmp_path).take()
     assert found["rounds_whose_parameters_differ"] == 0
     assert found["longest_step_s"] < 20

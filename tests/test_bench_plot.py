@@ -19,27 +19,22 @@ from bench.plot.pictures import PICTURES, drawings, kind_of
 from bench.plot.style import label_ends, panels, style_of
 from bench.training.report import headline
 from bench.training.report import read as read_training
-from commopt.cost import Curve, Header, LinkKey, Links
+from commopt.cost import Curve, LinkKey, Links, LinksHeader
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
 
 KINDS = {
-    "all_gather_2x1_50mbit": "bandwidth",
-    "bucketing": "bucketing",
     "compression_error": "compression_error",
     "convergence": "convergence",
-    "convergence_50mbit": "training",
-    "hook_overhead": "hook_overhead",
-    "periodic": "periodic",
+    "preset_by_cluster": "preset_by_cluster",
     "probe_200mbit": "probe",
-    "recording_cost": "recording_cost",
     "training_50mbit": "training",
 }
 
 
 @pytest.mark.parametrize(("stem", "kind"), KINDS.items())
-def test_files_from_before_there_were_kinds_are_known_by_their_command(stem: str, kind: str) -> None:
+def test_a_file_says_which_benchmark_made_it(stem: str, kind: str) -> None:
     assert kind_of(RESULTS / f"{stem}.json") == kind
 
 
@@ -66,26 +61,23 @@ def test_every_file_of_results_that_has_a_picture_is_drawn_once() -> None:
     planned = drawings(RESULTS.glob("*.json"), Path("images"))
     outputs = [output.name for _, _, output in planned]
     assert len(set(outputs)) == len(outputs)
-    assert set(outputs) >= {
-        *("probe.png", "convergence.png", "bucketing.png", "busbw.png", "training_50mbit.png", "time_to_loss.png"),
-    }
-    drawn = {file for _, files, _ in planned for file in files}
+    assert set(outputs) >= {"probe.png", "convergence.png", "training_50mbit.png", "time_to_loss.png"}
     known = {picture.kind for picture in PICTURES}
-    left_out = {file.name for file in RESULTS.glob("*.json") if kind_of(file) in known} - {file.name for file in drawn}
-    assert left_out == set()
+    with_picture = {file for file in RESULTS.glob("*.json") if kind_of(file) in known}
+    assert {file for _, file, _ in planned} == with_picture
 
 
 def test_what_pages_show_is_drawn_from_the_files_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results, images = tmp_path / "results", tmp_path / "images"
     results.mkdir()
     images.mkdir()
-    for name in ("bucketing.json", "training_unshaped.json", "hook_overhead.json", "probe_200mbit.json"):
+    for name in ("training_50mbit.json", "packing.json", "probe_200mbit.json"):
         (results / name).write_text((RESULTS / name).read_text())
-    (images / "bucketing.png").touch()
+    (images / "training_50mbit.png").touch()
     draw_all(results, images)
-    (drawn,) = images.iterdir()  # the other two are on no page
+    (drawn,) = images.iterdir()  # the others are on no page
     assert drawn.stat().st_size > 10_000
-    assert capsys.readouterr().out == f"{drawn}: bucketing.json\n"
+    assert capsys.readouterr().out == f"{drawn}: training_50mbit.json\n"
 
 
 def test_every_picture_and_result_is_shown_or_read() -> None:
@@ -98,11 +90,9 @@ def test_every_picture_and_result_is_shown_or_read() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["hook_overhead.json", "-o", "out.png"], "is no result of a benchmark that there is a picture of"),
-        (["bucketing.json", "convergence.json", "-o", "out.png"], "draw one kind at a time"),
-        (["training_50mbit.json", "training_unshaped.json", "-o", "out.png"], "a picture of one file, not of 2"),
-        (["bucketing.json"], "name the files and, with -o"),
-        (["-o", "out.png"], "name the files and, with -o"),
+        (["packing.json", "-o", "out.png"], "is no result of a benchmark that there is a picture of"),
+        (["training_50mbit.json"], "name a file and, with -o"),
+        (["-o", "out.png"], "name a file and, with -o"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused(
@@ -132,7 +122,7 @@ def test_learning_has_a_mark_for_each_preset_at_what_it_sent(figures: list[Figur
     titles = [axes.get_title(loc="left").partition(":")[0] for axes in figures[0].axes]
     assert titles == ["digits, SGD with momentum", "digits, AdamW", "gpt, SGD with momentum", "gpt, AdamW"]
     labels = {text.get_text(): text for text in figures[0].axes[2].texts}  # at the height of a mark, tied to it
-    assert not any("alternating" in name or "feedback" in name for name in labels)
+    assert not any("feedback" in name for name in labels)
     _, runs = read_convergence(RESULTS / "convergence.json")
     for strategy, name in (("hierarchical", "hierarchical"), ("hierarchical_quantized:bits=2", "quantized:bits=2")):
         own = [run for run in runs if (run.task, run.optimizer, run.strategy) == ("gpt", "sgd", strategy)]
@@ -154,7 +144,7 @@ def test_a_probe_has_several_ticks_however_little_was_measured(
     sizes = [2**exponent for exponent in range(10, 27) if 2**exponent <= most_nbytes]
     curve = Curve.fit((nbytes, alpha_us + nbytes / 1000) for nbytes in sizes)
     file = tmp_path / "links.json"
-    header = Header("2030-01-02T03:04:05+00:00", ("a", "b"), (1, 1), "gloo", "CPU", "2.7.0", "probe")
+    header = LinksHeader("2030-01-02T03:04:05+00:00", ("a", "b"), (1, 1), "gloo", "CPU", "2.7.0", "probe")
     Links(header, {LinkKey("inter", "all_reduce", 2): curve}).save(file)
     evidence.draw_probe(file, tmp_path / "probe.png")
     (axes,) = figures[0].axes

@@ -20,7 +20,7 @@ from bench.evidence.prediction.probe import Probe, Probed, Processors, Wanted, d
 from bench.evidence.prediction.report import Configuration, Environment
 from bench.evidence.training_run import Profile
 from commopt import ConfigurationError
-from commopt.cost import Curve, Header, LinkKey, Links, cost
+from commopt.cost import Curve, LinkKey, Links, LinksHeader, cost
 from commopt.feedback import Layout
 from commopt.groups import TeamShape, join
 from commopt.schedule import Unit
@@ -63,7 +63,7 @@ def test_prices_need_what_is_probed_and_no_more(strategy: str, nodes: tuple[int,
     aggregator, shape = commopt.build_preset(strategy), TeamShape.of(nodes)
     needed = wanted([aggregator], [LAYOUT], shape)
     curve = Curve.linear(10.0, 0.01)
-    links = Links(Header(), dict.fromkeys(needed.links, curve), dict.fromkeys(needed.work, curve))
+    links = Links(LinksHeader(), dict.fromkeys(needed.links, curve), dict.fromkeys(needed.work, curve))
     # Nothing is scaled, nothing counted as nothing.
     assert notes_on(aggregator, shape, links) == ()
     lacking = [replace(links, curves={other: curve for other in needed.links if other != key}) for key in needed.links]
@@ -97,7 +97,7 @@ def test_gradients_that_are_not_ready_are_delayed() -> None:
 
 def linear(alpha_us: float, beta_us_per_byte: float) -> Links:
     """Return what all_reduce of two ranks takes."""
-    return Links(Header(), {LinkKey("world", "all_reduce", 2): Curve.linear(alpha_us, beta_us_per_byte)})
+    return Links(LinksHeader(), {LinkKey("world", "all_reduce", 2): Curve.linear(alpha_us, beta_us_per_byte)})
 
 
 def test_a_prediction_by_hand() -> None:

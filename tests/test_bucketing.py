@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What planning is fed with: units, strategies, samples to try out, and times put together from records."""
+"""The input of planning: units, strategies, samples to time, and times put together from records."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from commopt.groups import join
 from commopt.recording import BucketRecord, MessageRecord, StepRecord
 from commopt.schedule import Layouts, Unit, sync
 from commopt.schedule.calibration import LARGEST_NBYTES, prices_from_points, samples_of
-from commopt.schedule.measure import StepTimes, latest, own_times
+from commopt.schedule.measure import StepTable, latest, own_times
 from tests.plan_changes import heard
 from tests.ranks import run
 
@@ -66,7 +66,7 @@ def record(step: int, begin_us: float, *, buckets: tuple[int, ...] = (0, 1), lab
     return StepRecord(step, None, end_us, ready, (message,))
 
 
-def own_of(records: list[StepRecord], steps: range = range(3, 6), messages: int = 1) -> StepTimes:
+def own_of(records: list[StepRecord], steps: range = range(3, 6), messages: int = 1) -> StepTable:
     ready = {step: {"a": 1.0 * step, "b": 2.0 * step} for step in steps}
     units = [Unit(names, 0, 0.0, "f") for names in (("a", "b"), ("c",))]
     return own_times({each.step: each for each in records}, ready, steps, units, messages)
@@ -100,7 +100,7 @@ def put_together(rank: int, world_size: int) -> tuple[list[float], list[float], 
     nan = float("nan")
     column = np.array([[1e9 + 1e6 * here], [nan if team.rank else 5e9]])
     unknown = np.array([[nan, 7e9 - 1e6 * here], [nan, nan]])
-    times = latest(team, StepTimes(column[:, 0], 2 * column[:, 0], column, 3 * column, unknown))
+    times = latest(team, StepTable(column[:, 0], 2 * column[:, 0], column, 3 * column, unknown))
     return times.begin_us.tolist(), times.finished_us[:, 0].tolist(), times.ready_us[0].tolist()
 
 
@@ -209,7 +209,7 @@ def train_aloud(rank: int, world_size: int) -> list[tuple[str, str]]:
 def test_a_training_that_waits_for_trials_says_so_before_and_after() -> None:
     said, silent = run(train_aloud, 2, fresh=True)
     assert silent == []
-    before, after = [place for place, (_, text) in enumerate(said) if "what messages take here" in text]
-    assert re.fullmatch(r"training waits for up to [\d.]+ s: measuring what messages take here", said[before][1])
-    assert re.fullmatch(r"measured in [\d.]+ s what messages take here; training goes on", said[after][1])
+    before, after = [place for place, (_, text) in enumerate(said) if "messages here" in text]
+    assert re.fullmatch(r"training waits for up to [\d.]+ s: timing messages here", said[before][1])
+    assert re.fullmatch(r"timed messages here in [\d.]+ s; training continues", said[after][1])
     assert said[before][0] == "WARNING"  # what Python shows when nobody has set up logging

@@ -17,7 +17,7 @@ from commopt import DGC, Aggregator, Auto, Compressed, Flat, Hierarchical, OneBi
 from commopt.aggregate.auto import families
 from commopt.feedback import Layout
 from commopt.groups import TeamShape
-from commopt.schedule.candidates import allowed_families, candidates, exact
+from commopt.schedule.candidates import allowed_families, exact, one_of_each
 from commopt.schedule.learning import LEARNED, LEARNED_LOCAL, steps_to_loss, strength_of
 
 NODES, NODE = TeamShape.of((2, 2)), TeamShape.of((4,))
@@ -40,7 +40,7 @@ def test_only_what_is_exact_and_not_asked_for_in_one_form_may_be_replaced() -> N
 def test_each_family_has_one_candidate_in_each_form() -> None:
     auto = Auto("quantized+powersgd+bf16")
     families = allowed_families(auto, NODES)
-    found = candidates(families, [gradient()], "")
+    found = one_of_each(families, [gradient()], "")
     names = ["bf16", "quantized", "powersgd"]
     assert {each.name for each in found} == {*names, *(f"hierarchical {name}" for name in names)}
     usual = {each.name: each.strategy for each in found}
@@ -67,7 +67,7 @@ def test_the_strength_is_the_strongest_that_learns_nearly_as_fast(
         "onebit": lambda block: Compressed(OneBit(block)),
     }
     auto = Auto("quantized+powersgd+dgc+onebit", dense=("*.bias",))
-    found = {each.name: each for each in candidates(allowed_families(auto, NODES), [gradient()], optimizer)}
+    found = {each.name: each for each in one_of_each(allowed_families(auto, NODES), [gradient()], optimizer)}
     assert set(found) == {form + name for form in ("", "hierarchical ") for name in chosen}
     for name, (strength, steps) in chosen.items():
         plain = made[name](strength).with_dense(("*.bias",))
@@ -86,7 +86,7 @@ def test_what_is_said_of_learning_was_measured() -> None:
     _, runs = read(Path(__file__).parents[1] / "bench/results/convergence.json")
     strengths = [repr(each) for family in families().values() for each in family.strengths]
     assert set(LEARNED) <= set(strengths)
-    assert all(build_preset(learned.measured) == average for average, learned in LEARNED_LOCAL.items())
+    assert all(build_preset(learned.preset) == average for average, learned in LEARNED_LOCAL.items())
     for optimizer in ("sgd", "adamw"):
         mine = [run for run in runs if (run.task, run.optimizer) == ("gpt", optimizer)]
         dense = [run for run in mine if run.strategy == "ddp"]
@@ -94,9 +94,9 @@ def test_what_is_said_of_learning_was_measured() -> None:
         to_dense = mean(run.steps_to(loss) or 400 for run in dense)
         for learned in (*LEARNED.values(), *LEARNED_LOCAL.values()):
             if getattr(learned, optimizer) is None:
-                assert not any(run.strategy == learned.measured for run in mine)
+                assert not any(run.strategy == learned.preset for run in mine)
                 continue
-            took = [run.steps_to(loss) or 400 for run in mine if run.strategy == learned.measured]
+            took = [run.steps_to(loss) or 400 for run in mine if run.strategy == learned.preset]
             assert len(took) == 3, learned
             assert getattr(learned, optimizer) == pytest.approx(mean(took) / to_dense, abs=0.006), learned
 
@@ -106,7 +106,7 @@ def test_a_gradient_that_tells_nothing_is_refused() -> None:
     families = allowed_families(Auto("quantized"), NODE)
     for bad, words in ((torch.zeros_like(values), "all gradients are zero"), (values / 0, "not finite")):
         with pytest.raises(FloatingPointError, match=words):
-            candidates(families, [(layout, bad)], "")
+            one_of_each(families, [(layout, bad)], "")
 
 
 def test_what_is_left_out_of_a_matrix_is_beyond_the_rank() -> None:

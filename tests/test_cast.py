@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from commopt import Cast, ConfigurationError
-from commopt.compress import RngKey
+from commopt.compress import Encoding, RngKey
 from commopt.kernels import loader, philox
-from commopt.kernels.residual import piece_numel
+from commopt.kernels.residual import cache_numel
 from tests.emulator import launched_by
-from tests.payloads import Carrying, Kept, decode, encode, guarded, shifted
+from tests.payloads import GuardedResidual, ResidualUse, decode, encode, guarded, shifted
 from tests.quantize_cases import DTYPES
 from tests.ranks import run
 from tests.test_feedback_formula import average_again_and_again, z_scores
@@ -34,7 +34,7 @@ def bits_of(values: Tensor) -> list[int]:
 
 def rounded(values: Tensor, rng: RngKey = RNG) -> Tensor:
     """Return what is sent for `values`: bfloat16."""
-    return decode(STOCHASTIC, encode(STOCHASTIC, values, rng=rng), values.numel(), torch.bfloat16)
+    return decode(STOCHASTIC, encode(STOCHASTIC, values, rng_key=rng), values.numel(), torch.bfloat16)
 
 
 def some(numel: int) -> Tensor:
@@ -58,12 +58,12 @@ def test_it_is_its_definition() -> None:
     chances = philox.sixteen_bits(0, values.numel(), RNG, torch.device("cpu")).numpy().astype(np.uint64)
     expected = (values.numpy().view(np.uint32).astype(np.uint64) + chances) >> 16
     for rows in (1, 2):
-        made = encode(STOCHASTIC, values, rows, rng=RNG)
+        made = encode(STOCHASTIC, values, rows, rng_key=RNG)
         assert bits_of(decode(STOCHASTIC, made, values.numel(), torch.bfloat16)) == expected.tolist()
 
 
 def test_a_row_longer_than_what_is_taken_at_once_is_its_definition_too() -> None:
-    values = some(2 * piece_numel(torch.device("cpu")) + 13)
+    values = some(2 * cache_numel(torch.device("cpu")) + 13)
     chances = philox.sixteen_bits(0, values.numel(), RNG, torch.device("cpu"))
     expected = (values.view(torch.int32) + chances).bitwise_and_(~0xFFFF).view(torch.float32)
     assert torch.equal(rounded(values).float(), expected)
@@ -126,17 +126,18 @@ def test_float16_and_other_words_are_refused() -> None:
 def test_the_kernel_is_the_reference(kernels: Kernels, dtype: torch.dtype, numel: int) -> None:  # noqa: F811
     """Two rows, of which the second begins at a place of its own; every alignment, and bits of every kind."""
     anything = torch.randint(-(2**31), 2**31, (numel,)).to(torch.int32).view(torch.float32)
-    ways = (Carrying(), Carrying(1024.0, 0.9), Carrying(3.0, 0.5, old_offset=1, new_offset=2), None)
-    for offset, (carrying, source) in enumerate(itertools.product(ways, (some(numel), anything))):
+    ways = (ResidualUse(), ResidualUse(1024.0, 0.9), ResidualUse(3.0, 0.5, old_offset=1, new_offset=2), None)
+    for offset, (use, source) in enumerate(itertools.product(ways, (some(numel), anything))):
         values, old = source.to(dtype), torch.randn(numel) / 64
 
         def sent(
-            device: str, values: Tensor = values, old: Tensor = old, way: Carrying | None = carrying, at: int = offset
+            device: str, values: Tensor = values, old: Tensor = old, way: ResidualUse | None = use, at: int = offset
         ) -> list[Tensor]:
             chunk_numel = -(-numel // 16) * 8
-            rows, kept = guarded(2, 2 * chunk_numel, chunk_numel, device), Kept(way or Carrying(), old, device)
+            rows = guarded(2, 2 * chunk_numel, chunk_numel, device)
+            kept = GuardedResidual(way or ResidualUse(), old, device)
             moved = shifted(values, device, at % 4)
-            STOCHASTIC.compress(moved, rows.payload, chunk_numel, 1 / 3, kept.carry if way else None, RNG)
+            STOCHASTIC.compress(moved, rows.payload, Encoding(chunk_numel, 1 / 3, kept.residual if way else None, RNG))
             return [rows.arena.cpu().view(torch.bfloat16), kept.arena.cpu()]
 
         with patch.object(loader, "loader_for", return_value=None):

@@ -17,7 +17,16 @@ from pathlib import Path
 import pytest
 
 from commopt.__main__ import main
-from commopt.cluster import Cluster, ClusterUnavailableError, Counters, Link, Traffic, cli, network, traffic
+from commopt.cluster import (
+    ClusterUnavailableError,
+    Counters,
+    EmulatedCluster,
+    EmulatedLink,
+    LinkTraffic,
+    cli,
+    network,
+    traffic,
+)
 
 ROOT = Path(__file__).parents[1]
 RATE_BPS = 100_000_000
@@ -35,44 +44,44 @@ RATE_BPS = 100_000_000
     ],
 )
 def test_a_link_by_its_rate(rate: str, rate_bps: int | None, burst_bytes: int | None) -> None:
-    link = Link.parse(rate)
-    assert link == Link(rate_bps, rate_bps)
+    link = EmulatedLink.parse(rate)
+    assert link == EmulatedLink(rate_bps, rate_bps)
     shape = [] if rate_bps is None else [["root", "tbf", "rate", f"{rate_bps}bit", "burst", f"{burst_bytes}b"]]
     assert [arguments[:6] for arguments in link.near_end()] == [each[:6] for each in link.far_end()] == shape
 
 
 def test_a_link_may_receive_faster_than_it_sends() -> None:
-    link = Link.parse("50mbit/10mbit", "5ms")
+    link = EmulatedLink.parse("50mbit/10mbit", "5ms")
     assert (link.receive_bps, link.send_bps) == (50_000_000, 10_000_000)
     assert "10000000bit" in link.near_end()[1]
     assert "50000000bit" in link.far_end()[0]
-    assert Link.parse("none/1mbit").far_end() == []
+    assert EmulatedLink.parse("none/1mbit").far_end() == []
 
 
 def test_delay_is_one_way_and_kept_above_the_rate() -> None:
-    link = Link.parse("200mbit", delay="1.5ms")
+    link = EmulatedLink.parse("200mbit", delay="1.5ms")
     assert link.delay_us == 1500
     netem, tbf = link.near_end()
     assert netem[:4] == ["root", "handle", "1:", "netem"]
     assert tbf[:3] == ["parent", "1:1", "tbf"]
     assert [arguments[:2] for arguments in link.far_end()] == [["root", "tbf"]]
-    assert Link.parse("none").near_end() == Link.parse("none").far_end() == []
+    assert EmulatedLink.parse("none").near_end() == EmulatedLink.parse("none").far_end() == []
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (
-            lambda: Link.parse("200mbps"),
+            lambda: EmulatedLink.parse("200mbps"),
             "rate '200mbps' must be a number and one of bit, kbit, mbit, gbit; for example",
         ),
-        (lambda: Link.parse("0mbit"), "rate '0mbit' must be above 0; write none"),
-        (lambda: Link.parse("5mbit/"), "rate '' must be a number"),
-        (lambda: Link.parse("-5mbit"), "rate '-5mbit' must be a number"),
-        (lambda: Link.parse(delay="5"), "delay '5' must be a number and one of us, ms, s; for example 5ms"),
-        (lambda: Cluster(0), "nodes 0 must be between 1 and 254"),
-        (lambda: Cluster(3, [2, 1]), r"ranks_per_node \(2, 1\) names 2 nodes, not 3"),
-        (lambda: Cluster(2, [2, 0]), r"ranks_per_node \(2, 0\) must be at least 1"),
+        (lambda: EmulatedLink.parse("0mbit"), "rate '0mbit' must be above 0; write none"),
+        (lambda: EmulatedLink.parse("5mbit/"), "rate '' must be a number"),
+        (lambda: EmulatedLink.parse("-5mbit"), "rate '-5mbit' must be a number"),
+        (lambda: EmulatedLink.parse(delay="5"), "delay '5' must be a number and one of us, ms, s; for example 5ms"),
+        (lambda: EmulatedCluster(0), "nodes 0 must be between 1 and 254"),
+        (lambda: EmulatedCluster(3, [2, 1]), r"ranks_per_node \(2, 1\) names 2 nodes, not 3"),
+        (lambda: EmulatedCluster(2, [2, 0]), r"ranks_per_node \(2, 0\) must be at least 1"),
     ],
 )
 def test_what_cannot_be_is_refused(make: Callable[[], object], message: str) -> None:
@@ -89,11 +98,11 @@ def test_traffic_parses_what_the_kernel_says() -> None:
           eth0:12345678901   30    1    2    3     4          5         6    9066      11    0    0    0
         """)
     tcp = "Tcp: RtoMin OutSegs RetransSegs InErrs\nTcp: 200 25 3 0\nUdp: InDatagrams\nUdp: 7\n"
-    snapshot = Traffic.parse(text, tcp)
+    snapshot = LinkTraffic.parse(text, tcp)
     assert snapshot.link == Counters(tx_bytes=9066, tx_packets=11, rx_bytes=12345678901, rx_packets=30)
     assert snapshot.link.tx_payload_bytes == 9066 - 11 * 66
     assert (snapshot.retransmissions, snapshot.link_payload_bytes) == (3, 9066 - 11 * 66 - 3 * 1448)
-    assert snapshot - snapshot == Traffic(Counters(), Counters(), 0)
+    assert snapshot - snapshot == LinkTraffic(Counters(), Counters(), 0)
 
 
 def test_traffic_outside_a_cluster_is_refused() -> None:
@@ -117,7 +126,7 @@ def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 def test_without_iproute2_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    reason = Cluster.missing()
+    reason = EmulatedCluster.missing()
     assert reason is not None
     assert reason.startswith("no ip and no tc on PATH")
     assert "apt-get install iproute2" in reason
@@ -128,7 +137,7 @@ def test_without_iproute2_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 @pytest.fixture(scope="module")
 def missing() -> str | None:
-    return Cluster.missing()
+    return EmulatedCluster.missing()
 
 
 @pytest.fixture(autouse=True)
@@ -223,7 +232,7 @@ MEASURE = """
 def test_only_traffic_between_nodes_is_slow_and_every_byte_is_counted(
     mbit: int, numel: int, script: Callable[[str], str]
 ) -> None:
-    with Cluster(nodes=2, ranks_per_node=[2, 1], rate=f"{mbit}mbit") as cluster:
+    with EmulatedCluster(nodes=2, ranks_per_node=[2, 1], rate=f"{mbit}mbit") as cluster:
         command = [script(MEASURE.replace("NUMEL", str(numel)))]
         result = cluster.run(command, timeout_s=300, env={"PYTHONPATH": str(ROOT)})
     assert result.returncode == 0, result.stderr
@@ -273,7 +282,7 @@ def test_connections_between_nodes_use_linux_own_congestion_control(script: Call
         name = peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
         assert name.rstrip(b"\\0") == b"cubic", name
     """)
-    with Cluster(ranks_per_node=1) as cluster:
+    with EmulatedCluster(ranks_per_node=1) as cluster:
         result = cluster.run([command], timeout_s=300)
     assert result.returncode == 0, result.stderr
 
@@ -310,7 +319,7 @@ def test_failing_rank_takes_the_others_down(script: Callable[[str], str], monkey
         print("waiting", flush=True)
         time.sleep(600)
     """)
-    with Cluster(nodes=2, ranks_per_node=1) as cluster:
+    with EmulatedCluster(nodes=2, ranks_per_node=1) as cluster:
         result = cluster.run([command], timeout_s=300)
         assert (result.returncode, result.stdout) == (7, "waiting\n")
         failed = re.search(r"^\[node 1\] about to fail: (\S+)$", result.stderr, re.MULTILINE)
@@ -330,7 +339,7 @@ def test_timeout_and_then_an_exception_leave_nothing(
     sleeper = script("import time; time.sleep(600)")
 
     def run_then_raise() -> None:
-        with Cluster(nodes=2, ranks_per_node=1, rate="none") as cluster:
+        with EmulatedCluster(nodes=2, ranks_per_node=1, rate="none") as cluster:
             result = cluster.run([sleeper], timeout_s=1)
             assert result.returncode == 124
             assert "[cluster] still running after 1 s; stopped\n" in result.stderr
@@ -376,8 +385,8 @@ def test_signal_stops_everything(script: Callable[[str], str], number: signal.Si
 @pytest.mark.cluster
 @pytest.mark.usefixtures("leaves_nothing")
 def test_failed_setup_is_undone_and_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Link, "far_end", lambda link: [["root", "tbf", "rate", "nonsense"]])
-    cluster = Cluster()
+    monkeypatch.setattr(EmulatedLink, "far_end", lambda link: [["root", "tbf", "rate", "nonsense"]])
+    cluster = EmulatedCluster()
     with pytest.raises(ClusterUnavailableError, match=r"tc -n .*nonsense.* failed: .*CONFIG_NET_SCH_TBF"):
         cluster.__enter__()
 
@@ -386,7 +395,7 @@ def test_failed_setup_is_undone_and_explained(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.cluster
 @pytest.mark.usefixtures("leaves_nothing")
 def test_delay(script: Callable[[str], str]) -> None:
-    reason = Cluster.missing(delay="20ms")
+    reason = EmulatedCluster.missing(delay="20ms")
     if reason is not None:
         assert "netem" in reason
         assert "CONFIG_NET_SCH_NETEM" in reason
@@ -402,7 +411,7 @@ def test_delay(script: Callable[[str], str]) -> None:
             socket.create_connection(("node0", 5000)).close()
             assert 0.04 <= time.perf_counter() - start < 0.2
     """)
-    with Cluster(ranks_per_node=1, rate="none", delay="20ms") as cluster:
+    with EmulatedCluster(ranks_per_node=1, rate="none", delay="20ms") as cluster:
         result = cluster.run([command], timeout_s=30)
     assert result.returncode == 0, result.stderr
 
@@ -419,7 +428,7 @@ def test_leftovers_of_dead_launchers_are_removed_and_those_of_the_living_kept() 
         deadline = time.monotonic() + 5
         while not network._ip("netns", "pids", dead).split() and time.monotonic() < deadline:
             time.sleep(0.01)
-        with Cluster():
+        with EmulatedCluster():
             assert not Path("/run/netns", dead).exists()
             assert Path("/run/netns", alive).exists()
         assert orphan.wait(timeout=5) == -signal.SIGKILL
@@ -430,7 +439,7 @@ def test_leftovers_of_dead_launchers_are_removed_and_those_of_the_living_kept() 
 @pytest.mark.cluster
 @pytest.mark.usefixtures("leaves_nothing")
 def test_two_clusters_side_by_side() -> None:
-    with Cluster() as first, Cluster() as second:
+    with EmulatedCluster() as first, EmulatedCluster() as second:
         assert len(_traces(os.getpid())) >= 6
         assert first.link == second.link
     assert first is not second
@@ -441,4 +450,4 @@ def test_a_script_that_is_not_there_is_named(
 ) -> None:
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     assert main(["cluster", "no_such_script.py"]) == 2
-    assert "there is no file no_such_script.py; before the name of a module put -m" in capsys.readouterr().err
+    assert "there is no file no_such_script.py; for a module put -m" in capsys.readouterr().err

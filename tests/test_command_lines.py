@@ -24,10 +24,10 @@ import pytest
 
 import commopt.__main__
 import topology.__main__
-from commopt.command_line import BAD_INPUT, Parser, number, parse_nbytes, whole
+from commopt.command_line import BAD_INPUT, CommandParser, number, parse_nbytes, whole
 from commopt.cost import Speeds, nominal_links
 from commopt.groups import TeamShape
-from commopt.schedule import Plan, Tried, Tuned
+from commopt.schedule import Outcome, Plan, Tuned
 from tests.doctor_machine import tcp_server
 from tests.machines import rail_machine
 from tests.matrices import all_pairs, matrix
@@ -98,7 +98,7 @@ def of_commopt(name: str) -> Callable[[list[str]], Any]:
     return lambda arguments: commopt.__main__.main([name, *arguments])
 
 
-PARSED = (("commopt.command_line.Parser", "parse_known_args"),)
+PARSED = (("commopt.command_line.CommandParser", "parse_known_args"),)
 WORK = {
     "doctor": ("commopt.doctor.cli", "gather"),
     "probe": ("commopt.probe.cli", "survey"),
@@ -108,7 +108,7 @@ WORK = {
     "worker": ("commopt.run.script.Script", "run"),
     "simulate": ("commopt.simulate.scaling.Scaling", "weak"),
     "bandwidth": ("commopt.bandwidth.cli", "measure"),
-    "cluster": ("commopt.cluster.network.Network", "build"),
+    "cluster": ("commopt.cluster.network.EmulatedNetwork", "build"),
 }
 OPTIONS_OF = (
     *("evidence.bucketing", "compressors.__main__", "evidence.convergence.ranks", "evidence.overlap"),
@@ -124,6 +124,7 @@ COMMANDS = (
     Command("commopt", lambda arguments: commopt.__main__.main(arguments), (WORK["run"],)),
     *(Command(f"commopt {name}", of_commopt(name), (WORK[name],)) for name in commopt.__main__.COMMANDS),
     Command("bench.document", of_module("bench.document"), (("bench.document", "filled"),)),
+    Command("bench.evidence.check", of_module("bench.evidence.check"), (("bench.evidence.check", "report"),)),
     Command("bench.plot", of_module("bench.plot.__main__"), (("bench.plot.__main__", "draw_all"),)),
     *(Command(f"bench.{name}", of_module(f"bench.{name}")) for name in REPORTS),
     *(Command(f"bench.{name}", of_module(f"bench.{name}", "parse_options")) for name in OPTIONS_OF),
@@ -157,7 +158,7 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
 def documents() -> dict[str, str]:
     """Return one good file of every kind that a command reads."""
     plan = Plan((("a", "b"), ("c",)), "flat")
-    tried = Tried("flat", "flat", 0.0, 10.0, 10.0)
+    tried = Outcome("flat", "flat", 0.0, 10.0, 10.0)
     workload = {
         "format": 1,
         "name": "small",
@@ -260,7 +261,7 @@ class Cases:
 def only_parsed(command: Command, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """Take the work out of a command; yields the parsers that it used, the last one used last."""
     used: list[Any] = []
-    original = Parser.parse_known_args  # by which parse_args goes
+    original = CommandParser.parse_known_args  # by which parse_args goes
 
     def parse_known_args(self: Any, *given: Any, **named: Any) -> tuple[Namespace, list[str]]:
         used.append(self)
@@ -271,7 +272,7 @@ def only_parsed(command: Command, monkeypatch: pytest.MonkeyPatch) -> Iterator[l
 
     with monkeypatch.context() as patch:
         patch.setattr(signal, "signal", lambda number, handler: None)  # the cluster's would stay
-        patch.setattr(Parser, "parse_known_args", parse_known_args)
+        patch.setattr(CommandParser, "parse_known_args", parse_known_args)
         for path, name in () if command.work == PARSED else command.work:
             patch.setattr(f"{path}.{name}", started)
         patch.setattr(sys, "argv", list(sys.argv))

@@ -15,6 +15,7 @@ from commopt.compress import (
     Blockwise,
     Cast,
     Compressor,
+    Encoding,
     ErrorFeedback,
     Exact,
     OneBit,
@@ -52,7 +53,7 @@ def same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-def carry_of(numel: int, loss_scale: float | None = None, decay: float = 1.0) -> ErrorFeedback:
+def residual_of(numel: int, loss_scale: float | None = None, decay: float = 1.0) -> ErrorFeedback:
     scale = None if loss_scale is None else torch.tensor(loss_scale)
     return ErrorFeedback(some(numel, seed=1) / 8, torch.full((numel,), 55.0), scale, decay)
 
@@ -91,7 +92,7 @@ def test_rows_are_cut_where_chunks_end(compressor: Compressor) -> None:
 def test_gaps_between_rows_change_nothing(compressor: Compressor) -> None:
     values = some(10_000)
     made, dense = encode(compressor, values, rows=3), rows_for(compressor, 10_000, rows=3, gap=False)
-    compressor.compress(values, dense.payload, dense.chunk_numel, 1.0)
+    compressor.compress(values, dense.payload, Encoding(dense.chunk_numel))
     assert same(made.payload, dense.payload)
     assert same(decode(compressor, made, 10_000), decode(compressor, dense, 10_000))
     totals = torch.empty(2, made.chunk_numel)
@@ -135,23 +136,23 @@ def test_dtypes(compressor: Compressor, dtype: torch.dtype) -> None:
     values = some(3000).to(dtype)
     made = encode(compressor, values, rows=2, scale=0.5)
     assert same(made.payload, encode(compressor, values.float(), rows=2, scale=0.5).payload)
-    with_carry, carry = carry_of(3000), carry_of(3000)
-    made = encode(compressor, values, 2, 1 / 3, with_carry)
-    assert same(made.payload, encode(compressor, values.float(), 2, 1 / 3, carry).payload)
-    assert same(with_carry.new, carry.new)
+    narrow, wide = residual_of(3000), residual_of(3000)
+    made = encode(compressor, values, 2, 1 / 3, narrow)
+    assert same(made.payload, encode(compressor, values.float(), 2, 1 / 3, wide).payload)
+    assert same(narrow.new, wide.new)
     assert same(decode(compressor, made, 3000, dtype), decode(compressor, made, 3000).to(dtype))
 
 
 @every
 def test_nothing(compressor: Compressor) -> None:
     empty = torch.empty(0)
-    made = encode(compressor, empty, rows=2, carry=ErrorFeedback(empty, empty.clone()))
+    made = encode(compressor, empty, rows=2, residual=ErrorFeedback(empty, empty.clone()))
     assert made.payload.shape == (2, 0)
     assert compressor.finite(made.payload, made.chunk_numel)
     compressor.accumulate(made.payload, empty)
-    compressor.recompress(made.payload, made.payload[:1], 0, 0)
+    compressor.recompress(made.payload, made.payload[:1], 0, Encoding(0))
     payload = torch.full((2, compressor.payload_nbytes(8192)), 3, dtype=torch.uint8)
-    compressor.compress(empty, payload, 8192, 1.0)
+    compressor.compress(empty, payload, Encoding(8192))
     decoded = torch.ones(16_384)
     compressor.decompress(payload, decoded, 8192)
     assert not decoded.any()
@@ -187,32 +188,32 @@ def test_bits_per_element(compressor: Compressor, bits: float) -> None:
     assert compressor.payload_nbytes(2**20) * 8 / 2**20 == bits
 
 
-# ------------------------------------------------------------------------------------------ carry
+# ------------------------------------------------------------------------------------------ residual
 
 
 @every
 @pytest.mark.parametrize(("loss_scale", "decay"), [(None, 1.0), (None, 0.9), (1024.0, 1.0), (3.7, 0.9)])
-def test_carry(compressor: Compressor, loss_scale: float | None, decay: float) -> None:
-    values, carry = some(10_001), carry_of(10_001, loss_scale, decay)
-    values[:8] = carry.old[:8] = torch.tensor([0.0, -0.0]).repeat(4)
-    old = carry.old.clone()
-    made = encode(compressor, values, 2, 1 / 3, carry)
-    assert same(carry.old, old)
+def test_residual(compressor: Compressor, loss_scale: float | None, decay: float) -> None:
+    values, residual = some(10_001), residual_of(10_001, loss_scale, decay)
+    values[:8] = residual.old[:8] = torch.tensor([0.0, -0.0]).repeat(4)
+    old = residual.old.clone()
+    made = encode(compressor, values, 2, 1 / 3, residual)
+    assert same(residual.old, old)
     unit = torch.tensor(1.0 if loss_scale is None else loss_scale)
     p = values * torch.tensor(1 / 3) + old * (torch.tensor(decay) * unit)
     assert same(made.payload, encode(compressor, p, 2).payload)
     decoded = decode(compressor, made, p.numel())
-    assert torch.equal(carry.new, (p - decoded) * (1 / unit))  # but for the sign of a zero
+    assert torch.equal(residual.new, (p - decoded) * (1 / unit))  # but for the sign of a zero
     exact = values.double() / 3 + decay * unit.double() * old.double()
-    left = decoded.double() + unit.double() * carry.new.double() - exact
+    left = decoded.double() + unit.double() * residual.new.double() - exact
     assert (left.abs() <= 4 * 2**-24 * (exact.abs() + decoded.double().abs() + unit.double() * old.abs())).all()
 
 
 @every
 def test_a_loss_scale_changes_nothing_but_the_scale(compressor: Compressor) -> None:
-    values, plain, scaled = some(5000), carry_of(5000, None, 0.9), carry_of(5000, 64.0, 0.9)
-    expected = decode(compressor, encode(compressor, values, carry=plain), 5000)
-    got = decode(compressor, encode(compressor, 64 * values, carry=scaled), 5000)
+    values, plain, scaled = some(5000), residual_of(5000, None, 0.9), residual_of(5000, 64.0, 0.9)
+    expected = decode(compressor, encode(compressor, values, residual=plain), 5000)
+    got = decode(compressor, encode(compressor, 64 * values, residual=scaled), 5000)
     assert same(got, 64 * expected)
     assert same(scaled.new, plain.new)
 
@@ -226,7 +227,7 @@ def test_accumulate_adds_in_row_order(compressor: Compressor, world_size: int) -
     chunk_numel = 24_576
     payloads = rows_for(compressor, world_size * chunk_numel, world_size)
     assert payloads.chunk_numel == chunk_numel
-    compressor.compress(some(world_size * chunk_numel - 100), payloads.payload, chunk_numel, 1.0)
+    compressor.compress(some(world_size * chunk_numel - 100), payloads.payload, Encoding(chunk_numel))
     total = torch.full((chunk_numel,), 9.0)
     compressor.accumulate(payloads.payload, total)
     decoded = decode(compressor, payloads, world_size * chunk_numel).view(world_size, chunk_numel)
@@ -239,17 +240,17 @@ def test_accumulate_adds_in_row_order(compressor: Compressor, world_size: int) -
 @every
 @pytest.mark.parametrize("numel", [0, 1, 24_000, 24_576])
 def test_recompress_is_accumulate_and_compress(compressor: Compressor, numel: int) -> None:
-    chunk_numel, rng = 24_576, RngKey(3, 1, 4)
+    chunk_numel, rng_key = 24_576, RngKey(3, 1, 4)
     payloads = rows_for(compressor, 3 * chunk_numel, 3)
-    compressor.compress(some(3 * chunk_numel), payloads.payload, chunk_numel, 1.0)
+    compressor.compress(some(3 * chunk_numel), payloads.payload, Encoding(chunk_numel))
     once, twice = rows_for(compressor, chunk_numel), rows_for(compressor, chunk_numel)
-    carry, carry_by_hand = carry_of(numel, 8.0, 0.5), carry_of(numel, 8.0, 0.5)
-    compressor.recompress(payloads.payload, once.payload, chunk_numel, numel, carry, rng)
+    residual, by_hand = residual_of(numel, 8.0, 0.5), residual_of(numel, 8.0, 0.5)
+    compressor.recompress(payloads.payload, once.payload, numel, Encoding(chunk_numel, 1.0, residual, rng_key))
     total = torch.empty(chunk_numel)
     compressor.accumulate(payloads.payload, total)
-    compressor.compress(total[:numel], twice.payload, chunk_numel, 1.0, carry_by_hand, rng)
+    compressor.compress(total[:numel], twice.payload, Encoding(chunk_numel, 1.0, by_hand, rng_key))
     assert same(once.payload, twice.payload)
-    assert same(carry.new, carry_by_hand.new)
+    assert same(residual.new, by_hand.new)
     once.assert_guards()
     payloads.assert_guards()
 
@@ -285,7 +286,7 @@ def test_non_finite_values_arrive(compressor: Compressor, bad: float, place: int
     total = torch.empty(after.chunk_numel)
     compressor.accumulate(after.payload, total)
     assert not total.isfinite().all()
-    compressor.recompress(after.payload, before.payload[:1], after.chunk_numel, after.chunk_numel)
+    compressor.recompress(after.payload, before.payload[:1], after.chunk_numel, Encoding(after.chunk_numel))
     assert not compressor.finite(before.payload[:1], before.chunk_numel)
 
 
@@ -369,7 +370,7 @@ WIDE = torch.empty(2, 2 * NBYTES + 8, dtype=torch.uint8)
 
 
 @pytest.mark.parametrize(
-    ("values", "payload", "chunk_numel", "carry", "error", "message"),
+    ("values", "payload", "chunk_numel", "residual", "error", "message"),
     [
         (VALUES, ROW, 500, None, ConfigurationError, "500 elements is no multiple of the block, 512"),
         (VALUES, ROW[:, 16:], 512, None, ConfigurationError, rf"are uint8 \[rows, {NBYTES}\]"),
@@ -388,20 +389,25 @@ WIDE = torch.empty(2, 2 * NBYTES + 8, dtype=torch.uint8)
             512,
             ErrorFeedback(VALUES[1:], VALUES),
             ConfigurationError,
-            r"carry's old is torch.float32 \(511,\)",
+            r"residual's old is torch.float32 \(511,\)",
         ),
-        (VALUES, ROW, 512, ErrorFeedback(VALUES, VALUES.half()), ConfigurationError, "carry's new is torch.float16"),
+        (VALUES, ROW, 512, ErrorFeedback(VALUES, VALUES.half()), ConfigurationError, "residual's new is torch.float16"),
     ],
 )
 def test_bad_arguments(
-    values: Tensor, payload: Tensor, chunk_numel: int, carry: ErrorFeedback | None, error: type[Exception], message: str
+    values: Tensor,
+    payload: Tensor,
+    chunk_numel: int,
+    residual: ErrorFeedback | None,
+    error: type[Exception],
+    message: str,
 ) -> None:
     with pytest.raises(error, match=message):
-        quantize.encode(CODEC, values, payload, chunk_numel, 1.0, carry, RngKey())
+        quantize.encode(CODEC, values, payload, Encoding(chunk_numel, residual=residual))
 
 
 def test_bad_sums() -> None:
     with pytest.raises(UnsupportedTensorError, match=r"total is torch\.float16; sums are float32"):
         quantize.accumulate(CODEC, ROW, VALUES.half())
     with pytest.raises(ConfigurationError, match="513 elements in 1 rows of 512"):
-        quantize.recode(CODEC, ROW, ROW, 512, 513, None, RngKey())
+        quantize.recode(CODEC, ROW, ROW, 513, Encoding(512))

@@ -31,7 +31,7 @@ from commopt import (
     PowerSGD,
     WireBytes,
 )
-from commopt.cluster import Cluster
+from commopt.cluster import EmulatedCluster
 from commopt.groups import TeamShape
 from tests.catalogue import (
     LAYOUTS,
@@ -366,9 +366,9 @@ def assert_wire_bytes(layout: str, dtype: torch.dtype, device: str) -> None:
 @pytest.mark.cluster
 @pytest.mark.parametrize("ranks_per_node", [(2, 2), (2, 1)], ids=str)
 def test_network_counters_agree_with_wire_bytes(ranks_per_node: tuple[int, ...]) -> None:
-    if (reason := Cluster.missing("400mbit")) is not None:
+    if (reason := EmulatedCluster.missing("400mbit")) is not None:
         pytest.skip(reason)
-    with Cluster(nodes=2, ranks_per_node=ranks_per_node, rate="400mbit") as cluster:
+    with EmulatedCluster(nodes=2, ranks_per_node=ranks_per_node, rate="400mbit") as cluster:
         result = cluster.run(["-m", "tests.traffic_job"], timeout_s=300, env={"PYTHONPATH": str(ROOT)})
     assert result.returncode == 0, result.stderr
     report = json.loads(result.stdout.splitlines()[-1])

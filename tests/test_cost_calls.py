@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from commopt import Cast, Communicator, Compressed, Flat, Hierarchical, Layout, PowerSGD, Quantize
-from commopt.aggregate import Aggregator, Buffer, Call, Step, Work, call
+from commopt.aggregate import Action, Aggregator, Buffer, Call, LocalWork, call
 from commopt.errors import ConfigurationError
 from commopt.groups import Team, TeamShape, WireBytes
 from tests.catalogue import LAYOUTS, aggregators
@@ -26,11 +26,11 @@ NCCL = {"cuda": "nccl"}
 SHAPES = [(1,), (4,), (1, 1), (1, 1, 1), (2, 2), (2, 2, 2), (4, 4), (2, 1), (3, 1, 2)]
 
 
-def calls(aggregator: Aggregator, nodes: Sequence[int], rank: int = 0, layout: Layout = LAYOUT) -> tuple[Step, ...]:
+def calls(aggregator: Aggregator, nodes: Sequence[int], rank: int = 0, layout: Layout = LAYOUT) -> tuple[Action, ...]:
     return aggregator.calls(Buffer(layout, torch.float32), TeamShape.of(nodes, rank))
 
 
-def summary(steps: Sequence[Step]) -> list[tuple[str, str, int]]:
+def summary(steps: Sequence[Action]) -> list[tuple[str, str, int]]:
     return [(each.level, each.primitive, each.nbytes) for each in steps if isinstance(each, Call)]
 
 
@@ -89,14 +89,14 @@ def test_the_forms_of_hierarchical() -> None:
 def test_compression_is_work_before_between_and_after() -> None:
     row, name = Cast().payload_nbytes(NUMEL // 4), repr(Cast())
     assert calls(Compressed(Cast()), (4,)) == (
-        Work("encode", name, S),
+        LocalWork("encode", name, S),
         Call("world", "all_to_all", 4 * row),
-        Work("recode", name, S),
+        LocalWork("recode", name, S),
         Call("world", "all_gather", row),
-        Work("decode", name, S),
+        LocalWork("decode", name, S),
     )
     whole = Cast().payload_nbytes(NUMEL)
-    pair = (Work("encode", name, S), Call("world", "all_gather", whole), Work("decode", name, 2 * S))
+    pair = (LocalWork("encode", name, S), Call("world", "all_gather", whole), LocalWork("decode", name, 2 * S))
     assert calls(Compressed(Cast()), (2,)) == pair
 
 
@@ -104,7 +104,7 @@ def test_there_is_work_before_every_message_of_factors() -> None:
     steps = calls(PowerSGD(2), (2,), layout=MODEL)
     rows, cols, dense = 300 + 64, 200 + 32 * 9, 300 + 7 * 5
     first = Call("world", "all_reduce", 4 * (2 * rows + dense))
-    factor, refresh = (Work(kind, "PowerSGD(2)", 4 * (300 * 200 + 64 * 32 * 9)) for kind in ("factor", "refresh"))
+    factor, refresh = (LocalWork(kind, "PowerSGD(2)", 4 * (300 * 200 + 64 * 32 * 9)) for kind in ("factor", "refresh"))
     assert steps == (factor, first, refresh, Call("world", "all_reduce", 8 * cols))
 
 
@@ -126,7 +126,7 @@ def test_factors_cross_in_half_their_bytes_between_few_nodes_over_gloo() -> None
 
 def test_a_buffer_that_does_not_divide_is_copied() -> None:
     steps = calls(Hierarchical(form="reduce_scatter"), (3, 3), layout=Layout.anonymous(1000))
-    assert [each for each in steps if isinstance(each, Work)] == [Work("copy", "", 4000)] * 2
+    assert [each for each in steps if isinstance(each, LocalWork)] == [LocalWork("copy", "", 4000)] * 2
     assert summary(steps)[0] == ("intra", "reduce_scatter", 4 * 1002)
 
 

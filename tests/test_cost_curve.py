@@ -10,11 +10,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from commopt.cost import Curve, Segment
+from commopt.cost import Curve, LineSegment
 from commopt.errors import ConfigurationError
 
 SIZES = [2**power for power in range(10, 29)]
-PROTOCOLS = Curve((Segment(0, 30, 1e-4), Segment(2**15, 60, 3e-4), Segment(2**22, 700, 1.5e-4)))
+PROTOCOLS = Curve((LineSegment(0, 30, 1e-4), LineSegment(2**15, 60, 3e-4), LineSegment(2**22, 700, 1.5e-4)))
 
 
 def measured(law: Curve, noise: float, seed: int) -> list[tuple[float, float]]:
@@ -123,15 +123,15 @@ def test_points_that_make_no_curve(points: list[tuple[float, float]], complaint:
 def test_segments_that_make_no_curve() -> None:
     for segments in (
         (),
-        (Segment(5, 1, 1),),
-        (Segment(0, 1, 1), Segment(0, 1, 1)),
-        (Segment(0, -1, 1),),
-        (Segment(0, 1, inf),),
+        (LineSegment(5, 1, 1),),
+        (LineSegment(0, 1, 1), LineSegment(0, 1, 1)),
+        (LineSegment(0, -1, 1),),
+        (LineSegment(0, 1, inf),),
     ):
         with pytest.raises(ConfigurationError):
             Curve(segments)
     with pytest.raises(ConfigurationError, match="by increasing bytes, each size once"):
-        Curve((Segment(0, 1, 1),), ((2048, 1.0), (1024, 1.0)))
+        Curve((LineSegment(0, 1, 1),), ((2048, 1.0), (1024, 1.0)))
 
 
 def test_of_several_times_of_a_size_the_median_counts() -> None:

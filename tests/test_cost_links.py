@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from commopt.cost import Curve, Header, LinkKey, Links, WorkKey
+from commopt.cost import Curve, LinkKey, Links, LinksHeader, WorkKey
 from commopt.errors import ConfigurationError
 
-HEADER = Header("2025-01-31", ("a", "b"), (2, 2), "gloo", "cpu", "2.9.0", "python -m commopt probe")
+HEADER = LinksHeader("2025-01-31", ("a", "b"), (2, 2), "gloo", "cpu", "2.9.0", "python -m commopt probe")
 SLOW = Curve.fit([(2**power, 100 + 2**power * 0.05) for power in range(10, 20)])
 FAST = Curve.linear(5, 1e-4)
 

@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from commopt.cost import PRIMITIVES, Link, Links, Speeds, nominal_links, ring, tree_us
+from commopt.cost import PRIMITIVES, LinkCost, Links, Speeds, nominal_links, ring, tree_us
 from commopt.errors import ConfigurationError
 from commopt.groups import TeamShape, WireModel
 from tests.closed_forms import ring_over_nodes_us, ring_us
 
 SPEEDS = Speeds(nic_gbps=80, intra_gb_per_s=50, nics=4, inter_latency_us=20, intra_latency_us=2)
 MIB = 2**20
-FAST = Link(2, 1e-5)
-SLOW = Link(20, 1e-3)
+FAST = LinkCost(2, 1e-5)
+SLOW = LinkCost(20, 1e-3)
 
 
 @pytest.mark.parametrize("primitive", ["all_reduce", "reduce_scatter", "all_gather", "all_to_all"])
@@ -38,11 +38,11 @@ def test_rings_and_binomial_trees() -> None:
 
 
 def test_trees_win_on_latency_and_lose_on_bandwidth() -> None:
-    latency, bandwidth = Link(1, 0), Link(0, 1)
+    latency, bandwidth = LinkCost(1, 0), LinkCost(0, 1)
     assert tree_us(MIB, 32, 1, latency, latency) == 10
     assert tree_us(MIB, 32, 8, latency, latency) < ring_us(MIB, 256, latency)
     assert tree_us(MIB, 32, 1, bandwidth, bandwidth) > ring_us(MIB, 32, bandwidth)
-    assert tree_us(MIB, 1, 8, bandwidth, Link(0, 9)) == pytest.approx(2 * MIB / 0.78)
+    assert tree_us(MIB, 1, 8, bandwidth, LinkCost(0, 9)) == pytest.approx(2 * MIB / 0.78)
 
 
 def links_of(*nodes: int) -> Links:

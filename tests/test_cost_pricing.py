@@ -14,10 +14,10 @@ from commopt.aggregate import Aggregator
 from commopt.cost import (
     PRIMITIVES,
     Curve,
-    Header,
-    Link,
+    LinkCost,
     LinkKey,
     Links,
+    LinksHeader,
     Pricing,
     Speeds,
     WorkKey,
@@ -93,7 +93,7 @@ def test_parts_are_told_apart() -> None:
     found = cost(Hierarchical(inter=Compressed(Quantize(8))), NUMEL, torch.float32, shape, with_work(links, work))
     shard = S // 2
     assert found.compress_us == pytest.approx(2 * 7 + 3 * shard * 1e-4)  # both ranks' rows are decoded
-    spread = sharded_us(S, 2, 2, INTRA, Link(0, 0))
+    spread = sharded_us(S, 2, 2, INTRA, LinkCost(0, 0))
     assert found.intra_us == pytest.approx(spread)
     row = Quantize(8).payload_nbytes(NUMEL // 2)
     assert found.inter_us == pytest.approx(20 + row * SPEEDS.inter(2).beta_us_per_byte)
@@ -111,7 +111,7 @@ def test_work_without_figures_is_free_and_said() -> None:
 
 def test_estimates_and_reaches_are_noted() -> None:
     small = Curve.fit([(1024, 10.0), (2048, 11.0)])
-    links = Links(Header(), {LinkKey("world", "all_reduce", 2): small})
+    links = Links(LinksHeader(), {LinkKey("world", "all_reduce", 2): small})
     found = cost(Flat(), NUMEL, torch.float32, TeamShape.of((4,)), links)
     assert found.notes == (
         "all_reduce at level world: for 4 ranks from 2",
@@ -134,7 +134,7 @@ def test_ranks_that_share_a_port_are_priced_as_they_run() -> None:
         for primitive in PRIMITIVES
         for groups in (1, 2)
     }
-    links, shape = Links(Header(), keys), TeamShape.of((2, 2))
+    links, shape = Links(LinksHeader(), keys), TeamShape.of((2, 2))
     assert cost_us(Hierarchical(form="leader"), NUMEL, shape, links) == S
     assert cost_us(Hierarchical(form="reduce_scatter"), NUMEL, shape, links) == 2 * S // 2
 
@@ -195,5 +195,5 @@ def test_nodes_that_are_at_it_at_once_are_priced_so() -> None:
         for primitive in PRIMITIVES
         for groups in (1, 2)
     }
-    prices = [cost_us(Hierarchical(), NUMEL, TeamShape.of(n), Links(Header(), keys)) for n in ((2, 2), (2, 1))]
+    prices = [cost_us(Hierarchical(), NUMEL, TeamShape.of(n), Links(LinksHeader(), keys)) for n in ((2, 2), (2, 1))]
     assert prices == [2 * 7, 2 * 5]

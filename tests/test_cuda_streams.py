@@ -213,8 +213,8 @@ def loaded(aggregator: Aggregator, where: str) -> list[str]:
         del saved
         for number in range(3, 5):
             training.step(number)
-            for slot in list(store.slots()):
-                store.dissolve(slot.path, slot.layout)
+            for slot in list(store.residuals()):
+                store.release(slot.path, slot.layout)
     return gpu.faults
 
 

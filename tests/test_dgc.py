@@ -148,13 +148,13 @@ def test_what_is_not_sent_is_kept_bit_by_bit(dtype: torch.dtype) -> None:
     """Of what is sent the residual keeps the rounding."""
     compressor = DGC(0.03, value_dtype=dtype)
     values, old = random_values(9001), random_values(9001, 1)
-    carry = ErrorFeedback(old, torch.full((9001,), 55.0))
-    made = encode(compressor, values, carry=carry)
+    residual = ErrorFeedback(old, torch.full((9001,), 55.0))
+    made = encode(compressor, values, residual=residual)
     p = values + old
     assert slow_read(compressor, made.payload[0], 9001)[0] == selection(p, ceil(0.03 * 9001))
     decoded = decode(compressor, made, 9001)
-    assert torch.equal(carry.new, p - decoded)
-    assert carry.new[decoded != 0].any() == (dtype != torch.float32)
+    assert torch.equal(residual.new, p - decoded)
+    assert residual.new[decoded != 0].any() == (dtype != torch.float32)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
@@ -166,8 +166,8 @@ def test_no_threshold_hides_what_is_not_finite(bad: float, where: str, place: in
     values, old = random_values(10_000), torch.zeros(10_000)
     clean = encode(compressor, values, rows=2)
     (values if where == "value" else old)[place] = bad
-    carry = ErrorFeedback(old, torch.empty(10_000))
-    made = encode(compressor, values, rows=2, carry=carry)
+    residual = ErrorFeedback(old, torch.empty(10_000))
+    made = encode(compressor, values, rows=2, residual=residual)
     spoiled = place // made.chunk_numel
     assert not compressor.finite(made.payload, made.chunk_numel)
     assert not compressor.finite(made.payload[spoiled : spoiled + 1], made.chunk_numel)

@@ -15,7 +15,7 @@ from bench.kernels.measure import print_table
 from commopt.display import WIDTH, aligned, show_table, significant
 from commopt.run.cli import show
 from commopt.run.models import Trained
-from commopt.schedule import Tried, Tuned, explain
+from commopt.schedule import Outcome, Tuned, explain
 
 
 @pytest.mark.parametrize(
@@ -87,8 +87,8 @@ STATS = {"steps": 10, "aggregator": repr(commopt.build_preset("hierarchical_oneb
 def test_the_commands_that_have_no_test_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
     """simulate, bandwidth, probe and the report are looked at where the rest of them is tested."""
     tried = (
-        Tried("hierarchical_quantized:bits=4", STATS["aggregator"], 0.1, 1e6, 1e5, 1e6, 1e5),  # type: ignore[arg-type]
-        Tried("LocalSGD", "LocalSGD(period=16)", 0.1, 1e6, 1e5),
+        Outcome("hierarchical_quantized:bits=4", STATS["aggregator"], 0.1, 1e6, 1e5, 1e6, 1e5),  # type: ignore[arg-type]
+        Outcome("LocalSGD", "LocalSGD(period=16)", 0.1, 1e6, 1e5),
     )
     tuned = Tuned(tried[0].name, ("lossless", "local"), (2, 2), 10, tried, None, "the fastest by far", "adamw")
     table = [line for line in explain(commopt.Auto(), tuned, []).splitlines() if line.startswith(" ") or "  " in line]

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from bench.demo import local_ranks
 from commopt.doctor.compare import compare, gather, listener, own_offers, peers_of, rank_facts, unreached
 from commopt.doctor.finding import Severity, error, merge, warning
-from commopt.doctor.rank_answers import Offer, RankFacts, Unreached, as_json, read_answer, read_door
+from commopt.doctor.rank_answers import Offer, RankFacts, Unreached, as_json, read_answer, read_listen_address
 from commopt.errors import MismatchError
 from tests.doctor_machine import ROUTES, look, rdma_server, tcp_server
 from topology.cluster import HostIdentity
@@ -248,7 +248,7 @@ DAMAGE = [
 def test_what_a_stranger_writes_is_refused(part: str, name: str, value: Any) -> None:
     answer = json.loads(as_json(FACTS, [FINDING]))
     answer[part][name] = value
-    with pytest.raises(MismatchError, match="what rank 1 told the doctor cannot be read"):
+    with pytest.raises(MismatchError, match="the answer of rank 1 to the doctor cannot be read"):
         read_answer(json.dumps(answer).encode(), 1, 2, len(SAME))
 
 
@@ -262,8 +262,8 @@ def test_no_answer_is_so_broken_that_it_does_more_than_raise(text: bytes) -> Non
     "told", [{}, {"node": ["a"], "port": 70_000, "offers": []}, {"node": ["a"], "port": 1, "offers": [["NCCL", "h"]]}]
 )
 def test_an_address_that_is_none_is_not_connected_to(told: dict[str, Any]) -> None:
-    with pytest.raises(MismatchError, match="what rank 1 told the doctor is no address"):
-        read_door(told, 1)
+    with pytest.raises(MismatchError, match="rank 1 sent the doctor an invalid address"):
+        read_listen_address(told, 1)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -280,7 +280,7 @@ def test_rank_0_may_leave_with_the_store_once_it_has_heard_all(rank: int, monkey
     if rank == 1:
         assert gather(FACTS, []) is None
     else:
-        with pytest.raises(MismatchError, match="a rank went away"):
+        with pytest.raises(MismatchError, match="a rank left"):
             gather(FACTS, [])
 
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from commopt.__main__ import main
 from commopt.doctor.finding import Finding, Severity
-from commopt.doctor.flight_recorder import Operation, read_dump
+from commopt.doctor.flight_recorder import RecordedCollective, read_dump
 from commopt.doctor.log_findings import examine
 from commopt.doctor.log_reader import parse_log, read_logs
 from commopt.doctor.plain_pickle import load_plain
@@ -232,8 +232,11 @@ def test_what_this_torch_writes_is_read(recorder: None, tmp_path: Path) -> None:
     for name in ("trace_0", "json_0"):
         found = read_dump(tmp_path / name)
         assert found is not None
-        assert (found.rank, found.places["0"].completed) == (0, 2)
-        assert found.places["0"].history == {1: Operation(1, "all_reduce", 12, 12), 2: Operation(2, "broadcast", 5, 5)}
+        assert (found.rank, found.groups["0"].completed) == (0, 2)
+        assert found.groups["0"].history == {
+            1: RecordedCollective(1, "all_reduce", 12, 12),
+            2: RecordedCollective(2, "broadcast", 5, 5),
+        }
 
 
 class Bomb:

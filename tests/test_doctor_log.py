@@ -253,7 +253,7 @@ def test_the_root_cause_stands_above_what_follows_from_it() -> None:
     cause, closed, polling = warned(*lost[:6], *polled, "WARN Call to ibv_reg_mr failed", *lost[6:])
     assert (cause.severity, "memlock" in (cause.remedy or "")) == (Severity.ERROR, True)
     assert (closed.severity, "(12 times)" in (closed.value or "")) == (Severity.INFO, True)
-    assert "follow from what stands above" in closed.expected
+    assert "a consequence of the findings above" in closed.expected
     assert "(12 times)" in (polling.value or "")
     (alone,) = warned(*lost)
     assert (alone.severity, "first error of all ranks" in (alone.remedy or "")) == (Severity.ERROR, True)
@@ -382,7 +382,7 @@ def test_the_settings_of_a_provider_are_left_alone() -> None:
         log = read(*RDMA, *settings, line)
         told = [one for one in examine(log) if one.check == "log-environment"]
         assert {one.severity for one in told} == {Severity.INFO}
-        assert "as Google A3" in told[0].expected
+        assert "choice of Google A3" in told[0].expected
     assert {one.severity for one in examine(read(*RDMA, *settings)) if one.check == "log-environment"} == {
         Severity.WARNING,
         Severity.INFO,

@@ -26,8 +26,8 @@ from torch.utils.checkpoint import checkpoint
 
 import commopt
 from commopt import Aggregator, BufferContext, Communicator, Flat, Hierarchical
-from commopt.aggregate import Buffer, Step
-from commopt.cluster import Cluster
+from commopt.aggregate import Action, Buffer
+from commopt.cluster import EmulatedCluster
 from commopt.errors import LaneError, TransportError
 from commopt.groups import Membership
 from commopt.lanes import failure, lane, registry
@@ -53,7 +53,7 @@ class Failing(Aggregator):
             raise OSError(CAUSE)
         self.inner.all_reduce(buffer, team, scale, context)
 
-    def calls(self, buffer: Buffer, team: Any) -> tuple[Step, ...]:
+    def calls(self, buffer: Buffer, team: Any) -> tuple[Action, ...]:
         return self.inner.calls(buffer, team)
 
     @property
@@ -463,7 +463,7 @@ CUT_SCRIPT = """
 @pytest.mark.parametrize("kind", ["standalone", "hook", "meeting"])
 def test_every_rank_raises_when_the_network_between_nodes_is_cut(kind: str, tmp_path: Path) -> None:
     """Those beside the store see who is gone; those that the store is cut off from have nobody to ask."""
-    if missing := Cluster.missing(rate="none"):
+    if missing := EmulatedCluster.missing(rate="none"):
         pytest.skip(missing)
     script, timeout_s = tmp_path / "script.py", 4.0
     script.write_text(textwrap.dedent(CUT_SCRIPT))
@@ -473,7 +473,7 @@ def test_every_rank_raises_when_the_network_between_nodes_is_cut(kind: str, tmp_
         while len(list(tmp_path.glob(pattern))) < 4 and time.monotonic() < deadline:
             time.sleep(0.05)
 
-    with Cluster(nodes=2, ranks_per_node=2, rate="none") as cluster:
+    with EmulatedCluster(nodes=2, ranks_per_node=2, rate="none") as cluster:
 
         def cut_and_mend() -> None:
             wait_for("ready?", 90)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from commopt import Aggregator, Cast, CommoptError, Compressed, ConfigurationError, Feedback, Layout, MismatchError
 from commopt.feedback import Piece, ResidualStore, restore, save, spread
-from commopt.feedback.factors import Kept
+from commopt.feedback.factors import RightFactor
 from tests.catalogue import run_on
 from tests.feedback_training import STRATEGIES, Training, alike, flat
 from tests.ranks import run
@@ -210,8 +210,8 @@ def test_what_is_loaded_is_a_copy_in_host_memory(device: str, whole_world: bool)
     """The lane reads it later, on a stream of its own: memory of another stream could be given away meanwhile."""
     layout, numels = Layout.of_parameters([("a", (6, 4)), ("b", 3)]), {"a": 24, "b": 3}
     store, factor = ResidualStore(), torch.eye(4)[:, :2]
-    store.slot("", "worker", layout, torch.device("cpu"), torch.float32, layout).values.copy_(torch.arange(27.0))
-    store.factors.keep("", Kept(Piece("a", 0, 24), factor))
+    store.residual("", "worker", layout, torch.device("cpu"), torch.float32, layout).values.copy_(torch.arange(27.0))
+    store.factors.add("", RightFactor(Piece("a", 0, 24), factor))
     good = save(store)
     tensors = [*good["residuals"]["/worker"].values(), good["factors"][0]["right"]]
     wanted = [values.clone() for values in tensors]
@@ -225,7 +225,7 @@ def test_what_is_loaded_is_a_copy_in_host_memory(device: str, whole_world: bool)
         spread(loaded, [good], numels, lambda name: 1e30, 1)
     for values in given.values():
         values.fill_(float("nan"))
-    assert {slot.values.device.type for slot in loaded.slots()} == {"cpu"}
+    assert {slot.values.device.type for slot in loaded.residuals()} == {"cpu"}
     kept = save(loaded)
     found = [*kept["residuals"]["/worker"].values(), kept["factors"][0]["right"]]
     assert all(map(torch.equal, found, wanted))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from commopt import Communicator, Compressed, Compressor, Quantize
-from commopt.compress import ErrorFeedback, RngKey
+from commopt.compress import Encoding, ErrorFeedback, RngKey
 from tests.feedback_training import BLOCK, COMPRESSORS
 from tests.ranks import run
 
@@ -35,10 +35,11 @@ def test_residuals_stay_bounded(name: str) -> None:
         news = torch.empty_like(residuals)
         gradients = torch.where(changes, fresh[step % len(fresh)], constant)
         for rank in range(WORKERS):
-            carry, row = ErrorFeedback(residuals[rank], news[rank]), payloads[rank : rank + 1]
-            compressor.compress(gradients[rank], row, NUMEL, 1 / WORKERS, carry, RngKey(rank, step))
-        carry = ErrorFeedback(residuals[-1], news[-1])
-        compressor.recompress(payloads, torch.empty_like(payloads[:1]), NUMEL, NUMEL, carry, RngKey(7, step))
+            feedback, row = ErrorFeedback(residuals[rank], news[rank]), payloads[rank : rank + 1]
+            encoding = Encoding(NUMEL, 1 / WORKERS, feedback, RngKey(rank, step))
+            compressor.compress(gradients[rank], row, encoding)
+        encoding = Encoding(NUMEL, 1.0, ErrorFeedback(residuals[-1], news[-1]), RngKey(7, step))
+        compressor.recompress(payloads, torch.empty_like(payloads[:1]), NUMEL, encoding)
         residuals = news
         left = residuals.double().sum(0)
         norms[step] = torch.stack([left[~changes].norm(), left[changes].norm()])

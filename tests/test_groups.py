@@ -161,9 +161,10 @@ def add_up_both_ways(rank: int, world_size: int, dtype: torch.dtype) -> list[Ten
     group = dist.group.WORLD
     assert group is not None
     results = torch.randn(world_size, 5003, generator=torch.Generator().manual_seed(1)).to(dtype)[rank].repeat(2, 1)
-    for result, long_part_nbytes in zip(results, (1, 2**30), strict=True):
+    for result, long_chunk_nbytes in zip(results, (1, 2**30), strict=True):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(gloo, "_LONG_PART_NBYTES", long_part_nbytes)
+            patch.setattr(gloo, "_LONG_CHUNK_NBYTES", long_chunk_nbytes)
+            patch.setattr(gloo, "_PACED_FROM_NBYTES", long_chunk_nbytes)
             gloo.all_reduce(result, group, 1 / 3)
     return list(results)
 

@@ -19,10 +19,10 @@ import commopt
 from commopt import DGC, Aggregator, Compressed, Flat, Hierarchical, OneBit, PowerSGD, Quantize
 from commopt.aggregate import Call
 from commopt.attached.reduction import sampled
-from commopt.compress import Trials
-from commopt.feedback import EVERY_STEPS, EXP_AVG, Layout, ResidualStore, Shadow, falls_behind, sample_numel
+from commopt.compress import Candidates
+from commopt.feedback import EVERY_STEPS, EXP_AVG, ExactSample, Layout, ResidualStore, falls_behind, sample_numel
 from commopt.feedback.quality import MAX_SAMPLE_NUMEL, MOST_STEPS_BEHIND, sample_stride
-from commopt.feedback.store import Residual
+from commopt.feedback.residual import Residual
 from commopt.groups import Team, WireBytes
 from commopt.lanes import Pending
 from commopt.schedule import Plan, Tried, Tuned
@@ -56,14 +56,14 @@ def both(dense: list[float], owed: list[float]) -> Tensor:
     ],
 )
 def test_what_is_owed_is_counted_in_gradients(samples: list[Tensor], behind: float | None) -> None:
-    shadow = Shadow()
+    shadow = ExactSample()
     for step, exact in enumerate(samples):
         shadow.add(exact, torch.zeros(2), step, PAIR)
     assert shadow.steps_behind() == (None if behind is None else pytest.approx(behind))
 
 
 def test_without_feedback_what_samples_lack_adds_up() -> None:
-    shadow, exact, result = Shadow(every=4), torch.tensor([[1.0, 1.0]]), torch.tensor([1.0, 0.0])
+    shadow, exact, result = ExactSample(every=4), torch.tensor([[1.0, 1.0]]), torch.tensor([1.0, 0.0])
     for step in (3, 7, 11):
         shadow.add(exact, result, step, PAIR)
     squares = [(4.0 * turn) ** 2 for turn in (1, 2, 3)]
@@ -71,7 +71,7 @@ def test_without_feedback_what_samples_lack_adds_up() -> None:
     expected = sqrt(sum(w * s for w, s in zip(weights, squares, strict=True)) / (2 * sum(weights)))
     assert shadow.steps_behind() == pytest.approx(expected)
     shadow.add(exact, torch.tensor([INF, 0.0]), 15, PAIR)
-    again = Shadow()
+    again = ExactSample()
     again.add(exact, result, 7, PAIR)
     again.add(torch.ones(1, 5), torch.ones(5), 15, Layout.anonymous(5))  # DDP has other buckets now
     assert again.steps_behind() == pytest.approx(sqrt(0.75 * 8**2 / (0.75 * 2 + 5)))
@@ -90,19 +90,19 @@ def test_residuals_are_sampled_where_they_lie(numel: int) -> None:
     values, store = torch.arange(1.0, numel + 1), ResidualStore()
     cut = numel // 2 + 1
     for path, begin, end in (("inter", 0, cut), ("", cut, numel), (EXP_AVG, 0, numel)):
-        store.install(Residual(path, "worker", layout.cut(begin, end), values[begin:end]))
-    store.deposit("", layout.cut(0, 1), torch.tensor([10.0]))
-    store.install(Residual("inter", "worker", Layout.of_parameters([("c", 3)]), torch.ones(3)))
+        store.put(Residual(path, "worker", layout.cut(begin, end), values[begin:end]))
+    store.add("", layout.cut(0, 1), torch.tensor([10.0]))
+    store.put(Residual("inter", "worker", Layout.of_parameters([("c", 3)]), torch.ones(3)))
     expected = values[:: sample_stride(numel)].clone()
     expected[0] += 10
     assert torch.equal(sampled(store, layout, torch.device("cpu")), expected)
 
 
 def test_buffers_take_turns_in_every_eighth_step() -> None:
-    shadow = Shadow(first_step=3)
+    shadow = ExactSample(first_step=3)
     taken = [(step, number) for step in range(3 + 5 * EVERY_STEPS) for number in range(3) if shadow.takes(step)]
     assert taken == [(10, 1), (18, 2), (26, 0), (34, 1), (42, 2)]
-    assert not any(Shadow(first_step=16).takes(step) for step in range(16))
+    assert not any(ExactSample(first_step=16).takes(step) for step in range(16))
 
 
 def test_the_limit_is_told() -> None:
@@ -212,7 +212,7 @@ def count_bytes(rank: int, world_size: int) -> tuple[WireBytes, WireBytes, int]:
         nonlocal heard
         heard += Call(team.level, primitive, nbytes, *roots).wire_bytes(world)
 
-    def sample(shadow: Shadow, buffer: Tensor, kept: Tensor | None, team: Team, scale: float) -> Tensor:
+    def sample(shadow: ExactSample, buffer: Tensor, kept: Tensor | None, team: Team, scale: float) -> Tensor:
         nonlocal samples
         samples += 1
         return exact(shadow, buffer, kept, team, scale)
@@ -228,7 +228,7 @@ def count_bytes(rank: int, world_size: int) -> tuple[WireBytes, WireBytes, int]:
         for _ in range(3):
             training.step()
         before = registration.wire_bytes()
-        with overheard(listen), patch.object(Shadow, "exact", sample):
+        with overheard(listen), patch.object(ExactSample, "exact", sample):
             for _ in range(STEPS):
                 training.step()
     sent = registration.wire_bytes()
@@ -286,14 +286,14 @@ BAD = Hierarchical(Compressed(DGC(0.0001)))
 
 @contextmanager
 def allowed_to_be_bad() -> Iterator[None]:
-    with patch.object(DGC, "trials", lambda: Trials("dgc", (DGC(0.0001),))):
+    with patch.object(DGC, "candidates", lambda: Candidates("dgc", (DGC(0.0001),))):
         yield
 
 
 def choose_badly(rank: int, world_size: int) -> tuple[int, list[str], str, bool]:
     """Return after how many steps the bad strength was left, the decisions, the explanation, and what is owed then."""
     with allowed_to_be_bad():
-        tried = Tried("bad", repr(BAD), 0.9, 1.0, 1.0)
+        tried = Outcome("bad", repr(BAD), 0.9, 1.0, 1.0)
         names = tower_names()
         tuned = Tuned("bad", ("lossless", "dgc"), (2, 2), 1, (tried,), Plan((tuple(names),), repr(BAD)), "injected")
         ddp = TorchDDP(seeded(Tower))

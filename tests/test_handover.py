@@ -292,7 +292,7 @@ FOUR = KNOWN["4 bits"]
 def kept(store: ResidualStore) -> dict[str, dict[str, list[float]]]:
     """Return what is kept by path and piece."""
     found: dict[str, dict[str, list[float]]] = {}
-    for slot in store.slots():
+    for slot in store.residuals():
         for offset, piece in zip(slot.layout.offsets, slot.layout.pieces, strict=True):
             values = slot.values[offset : offset + piece.numel].tolist()
             if any(values):
@@ -300,30 +300,30 @@ def kept(store: ResidualStore) -> dict[str, dict[str, list[float]]]:
     return found
 
 
-def migrate(store: ResidualStore, layout: Layout, *paths: str, by: object = None, settle: bool = True) -> bool:
+def migrate(store: ResidualStore, layout: Layout, *paths: str, by: object = None, search: bool = True) -> bool:
     """Return whether the buffer is settled."""
-    return store.migrate(layout, by or paths, paths, settle=settle).settled
+    return store.migrate(layout, by or paths, paths, search=search).complete
 
 
 def test_a_rank_that_holds_nothing_places_anew_as_the_others_do() -> None:
     holding, empty = ResidualStore(warm=True), ResidualStore(warm=True)
-    holding.deposit("inter", AB, VALUES)
+    holding.add("inter", AB, VALUES)
     for store in (holding, empty):
-        assert store.place("inter", AB, "shards")
-        assert not store.place("inter", AB, "shards")
+        assert store.divides_anew("inter", AB, "shards")
+        assert not store.divides_anew("inter", AB, "shards")
         migrate(store, AB, "inter")  # as after a checkpoint: it is not known who sent it
-        assert not store.place("inter", AB, "shards")
+        assert not store.divides_anew("inter", AB, "shards")
         migrate(store, A)
         migrate(store, AB, "inter")
-        assert store.place("inter", AB, "shards")
+        assert store.divides_anew("inter", AB, "shards")
         migrate(store, AB, "inter", "inter.exp_avg")  # moments may have stayed elsewhere
-        assert store.place("inter", AB, "shards")
+        assert store.divides_anew("inter", AB, "shards")
 
 
 def test_moments_go_to_moments_or_stay() -> None:
     store = ResidualStore()
-    store.deposit("inter.exp_avg", AB, VALUES)
-    store.deposit("inter", AB, 2 * VALUES)
+    store.add("inter.exp_avg", AB, VALUES)
+    store.add("inter", AB, 2 * VALUES)
     migrate(store, AB, "")
     assert {path: pieces["b[0:2]"] for path, pieces in kept(store).items()} == {
         "": [8.0, 10.0],
@@ -340,24 +340,24 @@ def test_a_settled_buffer_is_looked_up_and_nothing_else(monkeypatch: pytest.Monk
     """What nobody asks for any more joins what is asked for, then the buffer is settled until another one comes."""
     store = ResidualStore()
     team: Any = TeamShape.of([4], 0, {"cpu": "gloo"})
-    store.slot("", "server", A, CPU, torch.float32, AB).values.copy_(VALUES[:3])
+    store.residual("", "server", A, CPU, torch.float32, AB).values.copy_(VALUES[:3])
 
     def step() -> None:
-        store.begin_step()
+        store.transaction.begin_step()
         context = context_for(FOUR, AB, team, store, step=1)
-        carry = context.carry("worker", AB, Feedback(), CPU)
-        assert carry is not None
-        carry.new.copy_(carry.old)
-        store.end_bucket([torch.zeros(5)], last=True)
+        feedback = context.error_feedback("worker", AB, Feedback(), CPU)
+        assert feedback is not None
+        feedback.new.copy_(feedback.old)
+        store.transaction.end_bucket([torch.zeros(5)], last=True)
 
     step()
-    while not store.buffers[AB].settled:
+    while not store.buffers[AB].complete:
         step()
-        assert store.steps < 5
+        assert store.transaction.steps < 5
     assert kept(store) == {"": {"a[0:3]": [1.0, 2.0, 3.0]}}
     with monkeypatch.context() as patched:
         patched.setattr(ResidualStore, "migrate", None)
-        patched.setattr(ResidualStore, "slot", None)
+        patched.setattr(ResidualStore, "residual", None)
         step()
     context_for(FOUR, B, team, store, step=1)
     assert AB not in store.buffers
@@ -365,7 +365,7 @@ def test_a_settled_buffer_is_looked_up_and_nothing_else(monkeypatch: pytest.Monk
 
 def test_what_nobody_can_use_does_not_hold_up_for_ever() -> None:
     store = ResidualStore()
-    store.deposit("", AB, VALUES)
+    store.add("", AB, VALUES)
     settled = [migrate(store, AB, "", by="forgets") for _ in range(6)]
     assert settled == sorted(settled)
     assert settled[-1]
@@ -373,28 +373,28 @@ def test_what_nobody_can_use_does_not_hold_up_for_ever() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_what_is_exact_adds_the_leftover(dtype: torch.dtype) -> None:
+def test_exact_averages_flush_the_residual(dtype: torch.dtype) -> None:
     store = ResidualStore()
-    store.deposit("inter", AB, VALUES)
+    store.add("inter", AB, VALUES)
     team: Any = TeamShape.of([4], 0, {"cpu": "gloo"})
     buffer = torch.tensor([4.0, 8.0, 12.0, 16.0, 20.0], dtype=dtype)
     context = context_for(Flat(), AB, team, store, loss_scale=torch.tensor(8.0))
-    assert context.add_leftover(buffer, 0.25) == 1.0
+    assert context.flush_into(buffer, 0.25) == 1.0
     assert buffer.tolist() == [1.0 + 8, 2.0 + 16, 3.0 + 24, 4.0 + 32, 5.0 + 40]
-    store.end_bucket([buffer], last=True)
+    store.transaction.end_bucket([buffer], last=True)
     assert not kept(store)
-    assert context_for(Flat(), AB, team, store).add_leftover(buffer, 0.25) == 0.25
+    assert context_for(Flat(), AB, team, store).flush_into(buffer, 0.25) == 0.25
     assert buffer.tolist() == [9.0, 18.0, 27.0, 36.0, 45.0]
 
 
-def test_a_leftover_that_was_not_sent_becomes_a_residual_again() -> None:
+def test_a_residual_that_was_not_flushed_is_used_again() -> None:
     store = ResidualStore()
-    store.deposit("", AB, VALUES)
-    assert BufferContext(AB, store=store).leftover(AB, CPU) is not None
-    carry = BufferContext(AB, store=store).carry("worker", AB, Feedback(), CPU)
-    assert carry is not None
-    carry.new.copy_(2 * VALUES)
-    store.end_bucket([torch.zeros(5)], last=True)
+    store.add("", AB, VALUES)
+    assert BufferContext(AB, store=store).flush(AB, CPU) is not None
+    feedback = BufferContext(AB, store=store).error_feedback("worker", AB, Feedback(), CPU)
+    assert feedback is not None
+    feedback.new.copy_(2 * VALUES)
+    store.transaction.end_bucket([torch.zeros(5)], last=True)
     assert kept(store)[""]["b[0:2]"] == [8.0, 10.0]
 
 
@@ -405,7 +405,7 @@ def save_beside_the_lane(rank: int, world_size: int) -> None:
         for _ in range(20):
             asked = [executor.submit(ask) for ask in (training.comm.state_dict, training.comm.stats) * 3]
             store = training.comm._registration.store
-            store.placed, store.buffers = {}, {}  # so that all of it is placed anew
+            store.divisions, store.buffers = {}, {}  # so that all of it is placed anew
             training.step()
             for each in asked:
                 each.result()
@@ -432,17 +432,17 @@ class Watched:
 def test_whoever_asks_for_the_state_sees_all_of_a_commit_or_nothing(per_step: bool) -> None:
     lock: Any = Watched()
     store, held = ResidualStore(per_step=per_step, lock=lock), list[bool]()
-    carry = BufferContext(AB, store=store).carry("worker", AB, Feedback(), CPU)
-    assert carry is not None
-    carry.new.copy_(VALUES)
-    judge = store.judge  # with which a commit begins
+    feedback = BufferContext(AB, store=store).error_feedback("worker", AB, Feedback(), CPU)
+    assert feedback is not None
+    feedback.new.copy_(VALUES)
+    check = store.transaction.check_results  # a commit begins with it
 
-    def judge_and_note() -> list[Tensor]:
+    def check_and_note() -> list[Tensor]:
         held.append(lock.depth > 0)
-        return judge()
+        return check()
 
-    with patch.object(store, "judge", judge_and_note):
-        store.end_bucket([torch.zeros(5)], last=True)
+    with patch.object(store.transaction, "check_results", check_and_note):
+        store.transaction.end_bucket([torch.zeros(5)], last=True)
     assert held == [True]
     assert kept(store)[""]["b[0:2]"] == VALUES[-2:].tolist()
 
@@ -452,12 +452,12 @@ def test_a_bucket_nobody_reports_on_is_judged_with_the_step(exact_first: bool) -
     store = ResidualStore(per_step=True)
     exact, compressed = [torch.full((2,), float("nan"))], [torch.zeros(3)]
     if exact_first:
-        store.end_bucket(exact, last=False)
-    store.stage(store.slot("", "worker", A, CPU, torch.float32, A))[1].fill_(1.0)
-    store.flags.append(torch.tensor(True))
-    store.end_bucket(compressed, last=exact_first)
+        store.transaction.end_bucket(exact, last=False)
+    store.transaction.stage(store.residual("", "worker", A, CPU, torch.float32, A))[1].fill_(1.0)
+    store.transaction.flags.append(torch.tensor(True))
+    store.transaction.end_bucket(compressed, last=exact_first)
     if not exact_first:
-        store.end_bucket(exact, last=True)
+        store.transaction.end_bucket(exact, last=True)
     assert not kept(store)
     assert store.stats()["dropped_commits"] == 1
 
@@ -467,21 +467,21 @@ def test_what_a_step_sends_twice_continues_from_its_first_residual() -> None:
     for step, verdict in enumerate((True, False)):  # committed, then dropped
         found = []
         for value in (1.0, 2.0):
-            old, new = store.stage(store.slot("", "worker", A, CPU, torch.float32, A))
+            old, new = store.transaction.stage(store.residual("", "worker", A, CPU, torch.float32, A))
             found.append(old.tolist())
             new.fill_(value)
-            store.flags.append(torch.tensor(verdict or value == 2.0))
-            store.end_bucket((), last=False)
+            store.transaction.flags.append(torch.tensor(verdict or value == 2.0))
+            store.transaction.end_bucket((), last=False)
         assert found == [[2.0 * step] * 3, [1.0] * 3]
-        store.end_bucket((), last=True)
-        assert [slot.values.tolist() for slot in store.slots()] == [[2.0] * 3]
-    store.stage(store.slot("", "worker", A, CPU, torch.float32, A))
+        store.transaction.end_bucket((), last=True)
+        assert [slot.values.tolist() for slot in store.residuals()] == [[2.0] * 3]
+    store.transaction.stage(store.residual("", "worker", A, CPU, torch.float32, A))
     both = Layout.of_parameters([("a", 3), ("b", 2)])
     with pytest.raises(ConfigurationError, match="two messages that are not of the same parameters"):
-        store.slot("", "worker", both, CPU, torch.float32, both)
+        store.residual("", "worker", both, CPU, torch.float32, both)
 
 
 def test_what_concerns_no_residual_is_not_judged() -> None:
     store = ResidualStore()
-    store.end_bucket([torch.full((2,), float("nan"))], last=True)
+    store.transaction.end_bucket([torch.full((2,), float("nan"))], last=True)
     assert store.stats()["dropped_commits"] == 0

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
 from commopt.lanes import registry
-from commopt.schedule import Costs, Decision, Plan, Window, sync
+from commopt.schedule import Costs, Decision, Measurement, Plan, sync
 from tests.hook_training import (
     BUCKETS_CAN_BE_GIVEN,
     SMALL_BUCKET,
@@ -127,9 +127,9 @@ def test_every_rank_follows_what_rank_0_decides() -> None:
 
 
 class Confused(Changing):
-    """Fails at its first meeting."""
+    """Fails at its first synchronisation point."""
 
-    def decide(self, window: Window, step: int) -> Decision:
+    def decide(self, window: Measurement, step: int) -> Decision:
         raise ZeroDivisionError("a flaw in the planner")
 
 
@@ -165,9 +165,9 @@ def test_plans_change_while_a_rank_has_run_out_of_data() -> None:
 
 
 def fail_behind_the_last_bucket(rank: int, world_size: int) -> None:
-    """A meeting fails while backward is still under way, as where a peer has left; the next step says so."""
+    """A decision fails while backward is still under way, as where a peer has left; the next step says so."""
     with changing(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sync.Sync, "hold", Mock(side_effect=RuntimeError("nobody meets")))
+        patch.setattr(sync.Coordinator, "decide", Mock(side_effect=RuntimeError("nobody meets")))
         ddp = TorchDDP(seeded(Tower), **SMALL_BUCKET)
         registration = commopt.attach(ddp, commopt.Flat(), plan="adaptive")._registration
         raise_lost = registration._raise_lost

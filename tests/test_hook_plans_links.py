@@ -42,7 +42,7 @@ def test_every_level_that_is_used_must_be_there(level: str, known: bool) -> None
     assert text.startswith("links cannot price messages by Hierarchical")
     assert " or Flat() on nodes with 2 + 2 ranks: no figures for " in text
     assert f"at level '{level}'" in text
-    assert text.endswith("probe the cluster again; or leave links out, and messages are tried out instead")
+    assert text.endswith("probe the cluster again; or leave links out, and messages are timed instead")
 
 
 @pytest.mark.parametrize(

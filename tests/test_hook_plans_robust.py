@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
 from commopt.schedule import Plan
-from commopt.schedule.measure import Readiness
+from commopt.schedule.controller import Phase
+from commopt.schedule.measure import GradientTimes
 from tests.hook_training import SMALL_BUCKET, Tower, assert_identical, batch_of, ddp_buckets, loss_of, seeded, train
 from tests.plan_changes import Changing, changing, heard, needs_caps, plan_of
 from tests.ranks import run
@@ -103,7 +104,7 @@ def test_parameters_that_ddp_ignores_are_in_no_plan() -> None:
 def test_gradient_hooks_skip_the_frozen_and_keep_no_model_alive() -> None:
     module = nn.Linear(3, 3)
     module.bias.requires_grad_(False)
-    readiness = Readiness(torch.device("cpu"))
+    readiness = GradientTimes(torch.device("cpu"))
     readiness.start(dict(module.named_parameters()))
     module(torch.ones(1, 3)).sum().backward()
     readiness.end_step(0)
@@ -125,13 +126,13 @@ def meet_and(rank: int, world_size: int, do: str) -> tuple[Plan | None, int]:
         steps(ddp, rank, 2)
         saved = {**state.state_dict(), "steps": 1000}
         steps(ddp, rank, 2)
-        assert state._registration.controller.pending is not None
+        assert state._registration.controller.phase is Phase.SYNCHRONISING
         if do == "freeze":
             state.freeze()
         else:
             state.load_state_dict(saved)
         steps(ddp, rank, 3)
-        return state.plan, state._registration.controller._measuring.calendar.meet_at
+        return state.plan, state._registration.controller._recorder.window.last_step
 
 
 def test_after_freeze_nothing_changes_any_more() -> None:
@@ -148,7 +149,7 @@ def freeze_early(
         state = pickle.loads(pickle.dumps(state))
     state.freeze()
     if knows:
-        state.know(ddp.module)
+        state.set_module(ddp.module)
     with changing():
         ddp.register_comm_hook(state, commopt.PRESETS["flat"] if aggregator is None else commopt.hook)
         steps(ddp, rank, 8)

@@ -35,7 +35,7 @@ def keep(rank: int, world_size: int) -> tuple[dict[str, Any], Plan | None, int, 
     kept = pickle.loads(pickle.dumps(given))
     before = kept.stats()
     ddp = TorchDDP(module, **SMALL_BUCKET)
-    kept.know(module)
+    kept.set_module(module)
     ddp.register_comm_hook(kept, commopt.hook)
     train(ddp, rank, world_size, Flat(), steps=3)
     return before, kept.plan, len(kept.cluster.nodes), len(kept.timeline().steps)

@@ -64,7 +64,7 @@ def with_transformers(rank: int, world_size: int, port: int, folder: str) -> Non
 
     other, _ = made("other", LOSSY)
     other.add_callback(averaging)
-    assert "made with another Trainer" in message_of(other.train)
+    assert "made for another Trainer" in message_of(other.train)
     another, averaging = made("another", LOSSY)
     another.train()
     assert averaging.comm.stats()["steps"] == 4

@@ -23,15 +23,15 @@ from commopt.kernels.sparse import SparseRow
 from tests import lowrank_cases, quantize_cases, sparse_cases
 from tests.emulator import Emulator, on_the_cpu
 from tests.lowrank_cases import SHAPES, orthonormal, spread
-from tests.payloads import Carrying
+from tests.payloads import ResidualUse
 from tests.quantize_cases import DTYPES, RNG, codec_id, codecs, exact_values, random_values
-from tests.sparse_cases import CAPACITY, CARRYING, CONTENTS, TILE_NUMEL, VALUE_DTYPES, large_in_tiles
+from tests.sparse_cases import CAPACITY, CONTENTS, RESIDUAL_USES, TILE_NUMEL, VALUE_DTYPES, large_in_tiles
 
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 LOADERS = ["emulator", *(pytest.param(name, marks=ON_GPU) for name in ("native", "nvrtc"))]
 BAD = [float("inf"), -float("inf"), float("nan")]
 
-BLOCK_CARRYING = (None, Carrying(), Carrying(1024.0, 0.9), Carrying(3.0, 0.5, old_offset=1, new_offset=2))
+BLOCK_RESIDUAL_USES = (None, ResidualUse(), ResidualUse(1024.0, 0.9), ResidualUse(3.0, 0.5, old_offset=1, new_offset=2))
 BLOCKS = (64, 192, 512, 1088)  # part of a warp, a whole one, all warps of a CUDA block with idle threads in the last
 
 
@@ -73,11 +73,11 @@ class TestBlocks:
         row_blocks = 4 if codec.block > 64 else 11
         full = 2 * row_blocks * codec.block
         for index, numel in enumerate((full, full - 3, full - row_blocks * codec.block - 36, 5, 0)):
-            carrying = BLOCK_CARRYING[index % len(BLOCK_CARRYING)]
+            use = BLOCK_RESIDUAL_USES[index % len(BLOCK_RESIDUAL_USES)]
             exact = exact_values(codec, 2 * row_blocks, numel, torch.float32)
             check.encode(codec, exact, 2, row_blocks, scale=0.25, offset=index)
             values = random_values(codec, 2 * row_blocks, numel, torch.float32)
-            check.encode(codec, values, 2, row_blocks, scale=1 / 3, carrying=carrying, offset=index, fuzzy=True)
+            check.encode(codec, values, 2, row_blocks, scale=1 / 3, use=use, offset=index, fuzzy=True)
         full = 2 * 3 * codec.block
         for numel, (index, dtype) in itertools.product((full, full - 70, 0), enumerate(DTYPES)):
             check.decode(codec, 2, 3, numel, dtype, offset=index)
@@ -88,8 +88,8 @@ class TestBlocks:
         for peers in (1, 4, 9):
             check.accumulate(codec, peers, 3)
         numels = (full, full - 5, full - codec.block, 3)
-        for peers, carrying, numel in zip((1, 2, 3, 6), BLOCK_CARRYING, numels, strict=True):
-            check.recode(codec, peers, 3, numel, carrying, fuzzy=True)
+        for peers, use, numel in zip((1, 2, 3, 6), BLOCK_RESIDUAL_USES, numels, strict=True):
+            check.recode(codec, peers, 3, numel, use, fuzzy=True)
 
     @pytest.mark.parametrize("codec", codecs(1536, 4096), ids=codec_id)
     def test_no_warp_gets_too_far_ahead(self, either_first: Emulator, codec: Codec) -> None:
@@ -102,11 +102,11 @@ class TestBlocks:
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_every_dtype_and_alignment(self, check: quantize_cases.Check, codec: Codec, dtype: torch.dtype) -> None:
         for offset in range(4):
-            carrying = Carrying(2.0, 0.5, old_offset=(offset + 1) % 4, new_offset=(offset + 2) % 4)
+            use = ResidualUse(2.0, 0.5, old_offset=(offset + 1) % 4, new_offset=(offset + 2) % 4)
             exact = exact_values(codec, 3, 3 * codec.block - offset, dtype)
             check.encode(codec, exact, 1, 3, scale=-0.5, offset=offset)
             values = random_values(codec, 3, 3 * codec.block - offset, dtype)
-            check.encode(codec, values, 1, 3, scale=-0.1, carrying=carrying, offset=offset, fuzzy=True)
+            check.encode(codec, values, 1, 3, scale=-0.1, use=use, offset=offset, fuzzy=True)
         for bad, where in itertools.product(BAD, (0, 77, -1)):
             check.not_finite(codec, dtype, bad, where)
 
@@ -140,20 +140,20 @@ class TestSparse:
     def test_what_is_selected(self, check: sparse_cases.Check, contents: str, count: int) -> None:
         """Two tiles, of which the second is partly past the end; one row of several has too few elements."""
         values = CONTENTS[contents](2 * 5000 - 1200)
-        check.select(SparseRow(5000, count, torch.float32), values, 2, carrying=Carrying())
+        check.select(SparseRow(5000, count, torch.float32), values, 2, use=ResidualUse())
 
     @pytest.mark.parametrize("numel", [3 * 999, 3 * 999 - 1, 2 * 999, 1000, 1, 0])
     def test_padding_is_taken_last(self, check: sparse_cases.Check, numel: int) -> None:
         for count in (1, 30, 999):
             values = CONTENTS["mostly zero"](numel)
-            check.select(SparseRow(999, count, torch.bfloat16), values, 3, carrying=Carrying(2.0))
+            check.select(SparseRow(999, count, torch.bfloat16), values, 3, use=ResidualUse(2.0))
 
-    @pytest.mark.parametrize("carrying", CARRYING, ids=str)
+    @pytest.mark.parametrize("use", RESIDUAL_USES, ids=str)
     @pytest.mark.parametrize("dtype", DTYPES)
-    def test_what_is_kept(self, check: sparse_cases.Check, carrying: Carrying | None, dtype: torch.dtype) -> None:
+    def test_what_is_kept(self, check: sparse_cases.Check, use: ResidualUse | None, dtype: torch.dtype) -> None:
         for offset, value_dtype in enumerate(VALUE_DTYPES):
             values = torch.randn(2 * 700 - offset).to(dtype)
-            check.select(SparseRow(700, 33, value_dtype), values, 2, scale=-1 / 3, carrying=carrying, offset=offset)
+            check.select(SparseRow(700, 33, value_dtype), values, 2, scale=-1 / 3, use=use, offset=offset)
 
     @pytest.mark.parametrize("contents", ["normal", "ties"])
     def test_indices_of_several_regions(self, either_first: Emulator, contents: str) -> None:
@@ -163,7 +163,7 @@ class TestSparse:
         values[65536 : 2 * 65536] = 0.0
         with on_the_cpu(either_first):
             check = sparse_cases.Check(either_first, "cpu")
-            check.select(row, values, 1, carrying=Carrying())
+            check.select(row, values, 1, use=ResidualUse())
             check.scatter(row, 1, row.chunk_numel, torch.float32)
             check.accumulate(row, 3)
 
@@ -204,24 +204,24 @@ class TestSparse:
                 assert own[CAPACITY:].view(torch.int16)[:number].tolist() == elements.tolist()
         assert bins.sum(1).tolist() == [sum(larges[0]) - 1, sum(larges[1])]
 
-    @pytest.mark.parametrize("carrying", [None, *CARRYING[1::2]], ids=str)
+    @pytest.mark.parametrize("use", [None, *RESIDUAL_USES[1::2]], ids=str)
     @pytest.mark.parametrize("ties", [False, True])
     def test_tiles_that_fit_their_slots_and_others(
-        self, check: sparse_cases.Check, ties: bool, carrying: Carrying | None
+        self, check: sparse_cases.Check, ties: bool, use: ResidualUse | None
     ) -> None:
         for numbers in ((CAPACITY, CAPACITY + 1, 0, 5, 2000, CAPACITY - 1, 33, 1, 70, 400), (CAPACITY + 1,) * 9):
             values = large_in_tiles(numbers, ties=ties)
             for count in (1, 600, sum(numbers) - 1):
-                check.select(SparseRow(values.numel(), count, torch.bfloat16), values, 1, carrying=carrying)
+                check.select(SparseRow(values.numel(), count, torch.bfloat16), values, 1, use=use)
 
-    @pytest.mark.parametrize("carrying", [None, Carrying(1024.0), Carrying(decay=0.9)], ids=str)
-    def test_rows_of_different_thresholds(self, check: sparse_cases.Check, carrying: Carrying | None) -> None:
+    @pytest.mark.parametrize("use", [None, ResidualUse(1024.0), ResidualUse(decay=0.9)], ids=str)
+    def test_rows_of_different_thresholds(self, check: sparse_cases.Check, use: ResidualUse | None) -> None:
         """Rows of ten tiles, the last of them short. In the second row most is zero, the third is small."""
         values = torch.randn(3, 37_000) * torch.tensor([100.0, 1.0, 1e-6])[:, None]
         values[1, 700:] = 0.0
         for missing, count in itertools.product((0, 5, 4500), (37, 800, 9000)):
             row = SparseRow(37_000, count, torch.bfloat16)
-            check.select(row, values.flatten()[: 3 * 37_000 - missing], 3, carrying=carrying)
+            check.select(row, values.flatten()[: 3 * 37_000 - missing], 3, use=use)
 
     @pytest.mark.parametrize("crowded", [False, True])
     def test_not_finite_among_candidates(self, check: sparse_cases.Check, crowded: bool) -> None:
@@ -229,7 +229,7 @@ class TestSparse:
         for where in (0, 3 * TILE_NUMEL + 17, values.numel() - 1):
             spoilt = torch.cat((values, values))
             spoilt[where] = float("nan")
-            check.select(SparseRow(values.numel(), 50, torch.float32), spoilt, 2, carrying=Carrying(), spoilt=0)
+            check.select(SparseRow(values.numel(), 50, torch.float32), spoilt, 2, use=ResidualUse(), spoilt=0)
 
     @pytest.mark.parametrize("bad", [*BAD, -float("nan")])
     @pytest.mark.parametrize("value_dtype", VALUE_DTYPES)
@@ -237,7 +237,7 @@ class TestSparse:
         for where, count in itertools.product((0, 4321, 4999), (1, 50)):
             values = torch.randn(3 * 5000)
             values[5000 + where] = bad
-            check.select(SparseRow(5000, count, value_dtype), values, 3, carrying=Carrying(), spoilt=1)
+            check.select(SparseRow(5000, count, value_dtype), values, 3, use=ResidualUse(), spoilt=1)
 
     @pytest.mark.parametrize("value_dtype", VALUE_DTYPES)
     def test_back(self, check: sparse_cases.Check, value_dtype: torch.dtype) -> None:

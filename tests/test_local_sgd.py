@@ -28,7 +28,7 @@ from commopt import (
 )
 from commopt.aggregate import Buffer, Call
 from commopt.compress import Cast
-from commopt.feedback import parcels
+from commopt.feedback import parameter_buckets
 from commopt.groups import TeamShape
 from tests.feedback_training import Records
 from tests.ranks import run
@@ -133,11 +133,11 @@ def average_mixed(rank: int, world_size: int, buffers: bool) -> tuple[dict[str, 
     state = commopt.attach(ddp, LocalSGD(gradients=BFLOAT16, buffers=buffers))
     before = Mixed(rank).state_dict()
     module.load_state_dict(before)  # DDP has taken rank 0's
-    parcels.PARCEL_NBYTES = 1024  # `large` is longer: it travels alone, from where it is
+    parameter_buckets.BUCKET_NBYTES = 1024  # `large` is longer: it travels alone, from where it is
     try:
         state.average_parameters()
     finally:
-        parcels.PARCEL_NBYTES = 25 * 2**20
+        parameter_buckets.BUCKET_NBYTES = 25 * 2**20
     assert module.last_channels_first.is_contiguous(memory_format=torch.channels_last)
     return before, copy.deepcopy(module.state_dict()), state.stats()
 

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
 from commopt import BufferContext, ConfigurationError, Flat, Hierarchical, LocalSGD, OneBit, Outer, PowerSGD, Quantize
-from commopt.compress import Compressor
-from commopt.feedback.parcels import fragments_of
+from commopt.compress import Compressor, Encoding
+from commopt.feedback.parameter_buckets import fragments_of
 from commopt.groups import Team
 from tests.hook_training import Tower, batch_of, digest_of, loss_of, seeded
 from tests.ranks import run
@@ -109,7 +109,7 @@ def decode(compressor: Compressor, tensors: list[Tensor]) -> list[Tensor]:
     flat = torch.cat([each.reshape(-1) for each in chosen])
     chunk = -(-flat.numel() // compressor.granularity) * compressor.granularity
     payload = torch.zeros(1, compressor.payload_nbytes(chunk), dtype=torch.uint8)
-    compressor.compress(flat, payload, chunk, 1.0)
+    compressor.compress(flat, payload, Encoding(chunk))
     compressor.decompress(payload, flat, chunk)
     for each, values in zip(chosen, flat.split([each.numel() for each in chosen]), strict=True):
         each.copy_(values.view_as(each))

@@ -170,7 +170,7 @@ def test_nvlinks_that_lead_to_their_own_gpu_join_something_unknown() -> None:
     gpus = "".join(f'<pci busid="0000:0{n}:00.0"><gpu>{link.format(n)}</gpu></pci>' for n in (1, 2))
     topology = read_nccl_xml(in_cpu(gpus), "x")
     assert (nvlink_kind(topology), links_per_gpu(topology)) == ("unknown", (12, 12))
-    assert "NVLinks of GPU 0000:01:00.0 lead to itself: what they join is taken as unknown" in topology.warnings
+    assert "NVLinks of GPU 0000:01:00.0 lead to itself: their other end is taken as unknown" in topology.warnings
 
 
 def test_a_port_without_a_device_that_is_at_every_cpu_counts_once() -> None:

@@ -48,7 +48,7 @@ CODEC: list[Callable[[Any], None]] = [
     compressors.test_a_long_call_is_its_blocks,
     *(lambda made, dtype=dtype: compressors.test_dtypes(made, dtype) for dtype in compressors.DTYPES),
     compressors.test_nothing,
-    lambda made: compressors.test_carry(made, 3.7, 0.9),
+    lambda made: compressors.test_residual(made, 3.7, 0.9),
     compressors.test_a_loss_scale_changes_nothing_but_the_scale,
     lambda made: compressors.test_accumulate_adds_in_row_order(made, 5),
     lambda made: compressors.test_recompress_is_accumulate_and_compress(made, 24_000),

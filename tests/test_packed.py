@@ -15,7 +15,7 @@ from torch import Tensor
 import commopt
 from commopt import Aggregator, Cast, Communicator, Compressed, ConfigurationError, Feedback, Hierarchical, Quantize
 from commopt.aggregate import Buffer, Call, context_for
-from commopt.aggregate.packed import _tell
+from commopt.aggregate.packed import _warn_once
 from commopt.feedback import Layout, ResidualStore
 from commopt.groups import Team, TeamShape
 from commopt.kernels.packing import BLOCK, pack, packed_nbytes, spare_nbytes, unpack
@@ -151,9 +151,9 @@ def averages(aggregator: Aggregator, team: Team, values: Tensor, layout: Layout)
     for step in range(2):
         buffer = values.clone()
         aggregator.all_reduce(buffer, team, 1 / team.size, context_for(aggregator, layout, team, store, step))
-        store.end_bucket(last=True)
+        store.transaction.end_bucket(last=True)
         ends.append(buffer.view(torch.uint8))
-    return ends + [slot.values.view(torch.uint8) for slot in store.slots()]
+    return ends + [slot.values.view(torch.uint8) for slot in store.residuals()]
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def lengths(rank: int, world_size: int, content: str) -> tuple[list[int], list[i
     logging.getLogger("commopt").addHandler(handler)
     values = CONTENTS[content](rank)
     promised = PACKED.calls(Buffer(Layout.anonymous(values.numel()), values.dtype), team)
-    _tell.cache_clear()
+    _warn_once.cache_clear()
 
     def listen(team: Team, primitive: str, nbytes: int, roots: Sequence[int]) -> None:
         sent.append(nbytes)
@@ -214,5 +214,5 @@ def test_only_bfloat16_on_a_cpu() -> None:
         with pytest.raises(ConfigurationError, match=r"tensors are on cuda; use packed=False \(.*lossless=False\)"):
             aggregator.check(on_gpus)
     assert allowed_families(commopt.Auto("bf16_packed"), on_gpus) == ()
-    names = [family.name for family in allowed_families(commopt.Auto("bf16_packed"), TeamShape.of((2, 2)))]
+    names = [family.family for family in allowed_families(commopt.Auto("bf16_packed"), TeamShape.of((2, 2)))]
     assert names == ["bf16_packed", "hierarchical bf16_packed"]

@@ -41,10 +41,10 @@ from commopt.compress import DGC, Cast, Compressor, Quantize
 from commopt.feedback import Layout
 from commopt.server import Scheduler, Server, Worker
 from commopt.server.connection import _open as connections
-from commopt.server.ranks import Ranks
+from commopt.server.ranks import WorkerRanks
 from commopt.server.rounds import window_s
 from commopt.server.scheduler import find_server
-from commopt.server.shared import Shared
+from commopt.server.shared import SharedParameters
 from tests.hook_training import Tower, digest_of, seeded
 from tests.ranks import run
 from tests.speed import limit
@@ -157,7 +157,7 @@ def failing_leader(rank: int, world_size: int) -> str:
         raise RuntimeError("out of memory")
 
     try:
-        Ranks(dist.group.WORLD).share(fail)
+        WorkerRanks(dist.group.WORLD).run_on_first(fail)
     except TransportError as error:
         return str(error)
     return ""
@@ -230,7 +230,7 @@ def test_a_worker_that_is_killed_comes_back(tmp_path: Path) -> None:
         learn(module, 1e-3)
         learn(module, 1e-3)
         assert worker.round == server.round == begun + 1  # the next one waits for this worker
-        public = torch.cat(server._rounds.held().public)
+        public = torch.cat(server._rounds.parameters().public)
         done.touch()
         worker.close()
         assert min(each or begun for each in others.result()) >= begun
@@ -248,14 +248,14 @@ def test_who_gives_no_sign_of_life_is_gone() -> None:
     with hosted(2, timeout=3.0) as server:
         (module, worker), (silent, silent_worker) = both_joined(server, period=BY_HAND)
         assert silent_worker._connection is not None
-        silent_worker._connection._link.beat = lambda **_: None  # type: ignore[method-assign]  # as a process that hangs
+        silent_worker._connection._channel.send_heartbeat = lambda **_: None  # type: ignore[method-assign]  # as a process that hangs
         learn(module, 1e-3)
         worker.push()
         begin = time.monotonic()
         worker.pull()
         assert 1 < time.monotonic() - begin < limit(15)
         learn(silent, 1e-3)
-        with pytest.raises(TransportError, match="goes on without this worker: gave no sign of life for 3 s"):
+        with pytest.raises(TransportError, match="continues without this worker: gave no sign of life for 3 s"):
             silent_worker.push()
 
 
@@ -306,19 +306,19 @@ def test_nothing_is_lost(compressor: Compressor | None, staleness: int) -> None:
         assert digest_of(slow) == digest_of(fast)
 
         def owed() -> torch.Tensor:
-            kept = (torch.cat(worker._kept).double() for worker in (fast_worker, slow_worker))
+            kept = (torch.cat(worker._residuals).double() for worker in (fast_worker, slow_worker))
             theta = torch.cat([each.double().reshape(-1) for each in server.state_dict()["parameters"].values()])
             return begin - theta + sum(kept)
 
         torch.testing.assert_close(owed(), learned, rtol=0, atol=3e-6)
         if refused:
-            assert float((torch.cat(slow_worker._kept)).abs().max()) > 1e-3
+            assert float((torch.cat(slow_worker._residuals)).abs().max()) > 1e-3
             push(slow, slow_worker, 1e-3)
             slow_worker.pull()
             assert slow_worker.refused == 1
             torch.testing.assert_close(owed(), learned, rtol=0, atol=3e-6)
             if compressor is None:
-                assert float((torch.cat(slow_worker._kept)).abs().max()) == 0
+                assert float((torch.cat(slow_worker._residuals)).abs().max()) == 0
 
 
 def test_steps_between_push_and_pull_are_kept() -> None:
@@ -364,7 +364,7 @@ def test_settings_are_compared_when_a_worker_joins() -> None:
     with hosted() as server:
         module, worker = joined(address_of(server), period=BY_HAND, compressor=OneBit())
         cases: tuple[tuple[dict[str, Any], str], ...] = (
-            ({"period": 7}, "period differs: this worker has 7, those of this parameter server have 1000000"),
+            ({"period": 7}, "period differs: this worker has 7, the others of this parameter server have 1000000"),
             ({"compressor": None}, r"compressor differs: this worker has None, .* have OneBit\(block=512\)"),
             ({"outer": NESTEROV}, r"outer differs: this worker has Outer\(lr=0.7, .* have Outer\(lr=1.0\)"),
             ({"quorum": 3}, "quorum differs: this worker has 3"),
@@ -436,7 +436,7 @@ def test_models_that_cannot_be() -> None:
             learn(module, float("nan"))
     with pytest.raises(ConfigurationError, match="COMMOPT_SCHEDULER is not set"):
         commopt.attach(Tower(), ParameterServer())
-    with pytest.raises(ConfigurationError, match="is no host:port"):
+    with pytest.raises(ConfigurationError, match="is not host:port"):
         commopt.attach(Tower(), ParameterServer("nowhere"))
 
 
@@ -516,8 +516,8 @@ def test_a_scheduler_that_is_held_up_for_less_changes_nothing() -> None:
 
 
 def test_who_waits_says_for_whom(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("commopt.server.connection.SAY_S", 0.3)
-    monkeypatch.setattr("commopt.server.server.SAY_S", 0.3)
+    monkeypatch.setattr("commopt.server.connection.LOG_EVERY_S", 0.3)
+    monkeypatch.setattr("commopt.server.server.LOG_EVERY_S", 0.3)
     with ThreadPoolExecutor() as pool, hosted(2, timeout=limit(2.0)) as server:
         first = pool.submit(joined, address_of(server), period=BY_HAND)
         until(lambda: "waiting for 2 workers, of which 1 have joined" in caplog.text)  # the server's
@@ -541,7 +541,7 @@ def test_a_worker_that_is_started_twice_is_not_two() -> None:
             until(lambda: len(server.stats()["workers"]) == 1 == len(connections))
             assert server.workers == []  # the first round has not begun
             for connection in list(connections):
-                connection._link.close()  # as if its process had been killed
+                connection._channel.close()  # as if its process had been killed
             with pytest.raises(TransportError):
                 waits.result()
             until(lambda: not server.stats()["workers"])
@@ -566,7 +566,7 @@ def test_a_cell_that_is_run_twice() -> None:
 def test_a_second_attach_is_refused_by_name() -> None:
     with hosted(timeout=limit(2.0)) as server:
         module, worker = joined(address_of(server), period=BY_HAND)
-        with pytest.raises(ConfigurationError, match=r"this Tower is a worker already; close\(\) what attach"):
+        with pytest.raises(ConfigurationError, match=r"this Tower is a worker already; close\(\) the Worker"):
             commopt.attach(module, ParameterServer(address_of(server), period=BY_HAND))
         with pytest.raises(ConfigurationError, match=f"waits for worker {worker.number}, which is in this process too"):
             joined(address_of(server), period=BY_HAND)
@@ -617,7 +617,7 @@ def test_layers_that_are_frozen_and_unfrozen() -> None:
         learn(module, 1e-3)
         assert worker.round == 2
         module[1].requires_grad_(True)
-        with pytest.raises(ConfigurationError, match=r"parameter '1.weight' is to be trained, and was not at attach"):
+        with pytest.raises(ConfigurationError, match=r"parameter '1.weight' is trainable, and was not at attach"):
             learn(module, 1e-3)
         worker.close()
         module[1].requires_grad_(False)
@@ -726,7 +726,7 @@ def test_a_round_that_would_not_be_finite_ends_the_server_and_changes_nothing() 
 @pytest.mark.parametrize("value", [float("nan"), -float("inf")])
 def test_a_checkpoint_that_is_not_finite_changes_nothing(where: str, value: float) -> None:
     layout = Layout.of_parameters([("a", (2, 2)), ("b", (3,))])
-    shared = Shared(ParameterServer(outer=NESTEROV), [layout], [torch.arange(7.0)])
+    shared = SharedParameters(ParameterServer(outer=NESTEROV), [layout], [torch.arange(7.0)])
     saved, before = shared.state(), shared.state()
     saved["round"] = 5
     saved[where]["b"][1] = value
@@ -868,7 +868,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_nothing(
     [
         (("scheduler", "--host", "127.0.0.1", "--port", "1"), r"cannot listen on 127.0.0.1:1: .*; pass another --port"),
         (("scheduler", "--host", "0.0.0.0"), r"no secret; set COMMOPT_SECRET, or pass --secret-file FILE, alike"),
-        (("scheduler", "--host", "no such host"), r"'no such host' is no address of this machine"),
+        (("scheduler", "--host", "no such host"), r"'no such host' is not an address of this machine"),
         (("server", "--scheduler", "127.0.0.1:1"), r"no scheduler answers at 127.0.0.1:1 .*\(Connection refused\)"),
     ],
 )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from commopt import ConfigurationError
-from commopt.schedule import Calendar, Costs, Decision, Plan, PriceTable, Unit, best_plan, simulate
+from commopt.schedule import Costs, Decision, Plan, PriceTable, Unit, Window, best_plan, simulate
 
 UNITS = [Unit((f"p{number}", f"q{number}"), 1000 * number, 10.0 * number, "float32") for number in range(6)]
 PLAN = best_plan(UNITS, Costs({"flat": PriceTable((0, 10_000), (7.0, 90.0))}))
@@ -26,14 +26,14 @@ def test_json_round_trip() -> None:
 def test_a_decision_may_bring_a_new_prediction_for_the_plan_that_goes_on() -> None:
     assert PLAN.predicted is not None
     later = replace(PLAN.predicted, exposed_us=PLAN.predicted.exposed_us + 50.0)
-    decision = Decision(None, Calendar(16, 25), "accepted", later)
+    decision = Decision(None, Window(16, 25), "accepted", later)
     assert Decision.from_json(decision.to_json()) == decision
     updated = decision.updated(PLAN)
     assert updated == replace(PLAN, predicted=later)
     assert updated.digest() == PLAN.digest()
     assert replace(decision, predicted=None).updated(PLAN) == PLAN
     with pytest.raises(ConfigurationError, match="a plan and a prediction"):
-        Decision(PLAN, Calendar(16, 25), "both", later)
+        Decision(PLAN, Window(16, 25), "both", later)
     with pytest.raises(ConfigurationError, match='decision, predicted: "compute_us" is missing'):
         Decision.from_json(decision.to_json().replace("compute_us", "computed"))
 
@@ -115,9 +115,9 @@ def test_values_that_cannot_be() -> None:
     with pytest.raises(ConfigurationError, match="give a tuple"):
         Unit(["p"], 1, 0.0, "float32")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="must not be later"):
-        Calendar(5, 4)
+        Window(5, 4)
     with pytest.raises(ConfigurationError, match="reason is ''"):
-        Decision(None, Calendar(0, 1), "")
+        Decision(None, Window(0, 1), "")
 
 
 def test_a_step_by_hand() -> None:

@@ -8,10 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from commopt.schedule import Costs, Plan, PriceTable, Unit, Window
-from commopt.schedule.estimate import Estimate
-from commopt.schedule.measure import StepTimes
-from commopt.schedule.prices import Observed
+from commopt.schedule import Costs, Measurement, Plan, PriceTable, Unit
+from commopt.schedule.measure import StepTable
+from commopt.schedule.measurement import Estimate
 
 NAN = float("nan")
 UNITS = [Unit((name,), 100, 0.0, "float32") for name in "abcd"]
@@ -19,9 +18,9 @@ PLAN = Plan((("a", "b"), ("c", "d")), "flat")
 COSTS = Costs({"flat": PriceTable((0, 200), (0.0, 40.0))})
 
 
-def window_of(rows: list[tuple[float, float, list[float], list[float], list[float]]]) -> Window:
+def window_of(rows: list[tuple[float, float, list[float], list[float], list[float]]]) -> Measurement:
     begin, compute_end, ready, started, finished = (np.array(column) for column in zip(*rows, strict=True))
-    return Window.of(PLAN, UNITS, StepTimes(begin, compute_end, started, finished, ready))
+    return Measurement.of(PLAN, UNITS, StepTable(begin, compute_end, started, finished, ready))
 
 
 def row(begin: float, *, stretch: float = 1.0, transfer: float = 30.0):
@@ -36,10 +35,10 @@ def test_times_are_relative_to_the_step_and_means_over_usual_steps() -> None:
     assert window.step_us == (110.0, 111.0, 1060.0)
     assert window.exposed_us == (20.0, 21.0, 430.0)
     assert window.step.value == 111.0
-    assert [message.lane_us.value for message in window.observed] == [30.5, 30.5]  # of two of the three steps
+    assert [took.value for took in window.lane_us] == [30.5, 30.5]  # of two of the three steps
     assert window.exposed.value == 20.5
-    assert window.observed[0].lane_us.error == pytest.approx(1.858 / 3**0.5, rel=1e-3)  # MAD 1 of 3
-    assert [message.nbytes for message in window.observed] == [200, 200]
+    assert window.lane_us[0].error == pytest.approx(1.858 / 3**0.5, rel=1e-3)  # MAD 1 of 3
+    assert window.message_nbytes == (200, 200)
 
 
 @pytest.mark.parametrize("steps", [3, 5, 6, 10])
@@ -48,7 +47,7 @@ def test_wild_steps_move_nothing_while_they_are_fewer_than_half(steps: int) -> N
     rows = [row(1e4 * step, stretch=9.0, transfer=700.0) for step in range(wild)]
     window = window_of([*rows, *(row(1e6 + 1e4 * step) for step in range(steps - wild))])
     assert [unit.ready_us for unit in window.units] == [10.0, 20.0, 60.0, 80.0]
-    assert [message.lane_us.value for message in window.observed] == [30.0, 30.0]
+    assert [took.value for took in window.lane_us] == [30.0, 30.0]
     assert window.exposed.value == 20.0
 
 
@@ -60,11 +59,10 @@ def test_messages_late_now_and_then_add_up_to_a_step() -> None:
     finished = begin[:, None] + np.cumsum(10.0 + 50.0 * np.eye(10), axis=1)
     started = np.hstack([begin[:, None], finished[:, :-1]])
     ready = np.repeat(begin[:, None], 10, axis=1)
-    window = Window.of(plan, units, StepTimes(begin, begin, started, finished, ready))
-    lanes = [message.lane_us for message in window.observed]
-    assert sum(lane.value for lane in lanes) == pytest.approx(window.step.value) == 150.0
+    window = Measurement.of(plan, units, StepTable(begin, begin, started, finished, ready))
+    assert sum(lane.value for lane in window.lane_us) == pytest.approx(window.step.value) == 150.0
     assert window.exposed.value == pytest.approx(150.0)
-    assert all(lane.error > 5.0 for lane in lanes if lane.value > 10.0)
+    assert all(lane.error > 5.0 for lane in window.lane_us if lane.value > 10.0)
 
 
 def test_a_step_that_was_not_measured_does_not_count() -> None:
@@ -108,7 +106,7 @@ def test_what_estimates_say_of_each_other() -> None:
 
 
 def test_drift_is_named() -> None:
-    def conditions(**changes: float) -> Window:
+    def conditions(**changes: float) -> Measurement:
         return window_of([row(1000.0 * step, **changes) for step in range(5)])
 
     before = conditions()
@@ -123,14 +121,15 @@ def test_drift_is_named() -> None:
         entry[2][1] += 30.0
     moved = window_of(rows)
     assert moved.drift_from(before, COSTS) == "'b' is ready after 57% of backward, 14% before"
-    others = Window(PLAN, tuple(UNITS[:2]), (0.0, 0.0), (1.0,), (1.0,), ())
+    others = Measurement(PLAN, tuple(UNITS[:2]), (0.0, 0.0), (1.0,), (1.0,), (), ())
     assert others.drift_from(before, COSTS) == "other parameters train"
 
 
 def test_other_messages_are_no_drift_when_their_costs_are_known() -> None:
     """40 us for 200 bytes and 20 us for 100, and 10 us of overhead that was not known at first."""
     first = window_of([row(1000.0 * step, transfer=50.0) for step in range(5)])
-    observed = [Observed(nbytes, "flat", Estimate(nbytes / 5 + 10.0)) for nbytes in (100, 100, 200)]
-    before, after = first, replace(first, observed=tuple(observed))
+    sizes = (100, 100, 200)
+    lane_us = tuple(Estimate(nbytes / 5 + 10.0) for nbytes in sizes)
+    before, after = first, replace(first, message_nbytes=sizes, lane_us=lane_us)
     assert after.drift_from(before, COSTS) != ""
     assert after.drift_from(before, replace(COSTS, overhead_us=10.0)) == ""

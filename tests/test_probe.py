@@ -13,8 +13,9 @@ from commopt.compress import Cast, Quantize
 from commopt.cost import WorkKey
 from commopt.errors import ConfigurationError
 from commopt.groups import Team, TeamShape
-from commopt.probe import Settings
-from commopt.probe.operations import COLLECTIVES, Job, groups_of, jobs_of, known_compressors
+from commopt.probe import ProbeOptions
+from commopt.probe.collectives import COLLECTIVES
+from commopt.probe.operations import TimedWork, groups_of, known_compressors, work_of
 from commopt.probe.timing import Measured, Repeats, repeats, sweep
 
 WANTED = Repeats(5, 20)
@@ -37,29 +38,29 @@ MIB = 2**20
 )
 def test_settings_that_cannot_work(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        Settings(**wrong)
+        ProbeOptions(**wrong)
 
 
 def test_messages_grow_by_the_factor() -> None:
-    assert Settings(1024, 16384, 4).sizes() == (1024, 4096, 16384)
-    assert Settings(1024, 16384, 4).sizes(5000) == (1024, 4096)
-    assert len(Settings().sizes()) == 19
-    assert Settings().sizes()[-1] == 256 * MIB
+    assert ProbeOptions(1024, 16384, 4).sizes() == (1024, 4096, 16384)
+    assert ProbeOptions(1024, 16384, 4).sizes(5000) == (1024, 4096)
+    assert len(ProbeOptions().sizes()) == 19
+    assert ProbeOptions().sizes()[-1] == 256 * MIB
 
 
 def test_messages_can_be_cut_for_all_ranks() -> None:
-    settings = Settings(100, 4096, 8)
-    assert COLLECTIVES["all_reduce"].sizes(settings, 3) == (100, 800)
-    assert COLLECTIVES["reduce_scatter"].sizes(settings, 3) == (108, 804)
+    options = ProbeOptions(100, 4096, 8)
+    assert options.sizes_of(COLLECTIVES["all_reduce"], 3) == (100, 800)
+    assert options.sizes_of(COLLECTIVES["reduce_scatter"], 3) == (108, 804)
     # Its result, a block from each rank, is what must not grow too large; and one size makes no curve.
-    assert COLLECTIVES["all_gather"].sizes(settings, 8) == (100, 200)
+    assert options.sizes_of(COLLECTIVES["all_gather"], 8) == (100, 200)
     assert {name for name, each in COLLECTIVES.items() if not each.closed} == {"reduce", "broadcast"}
 
 
 def test_work_that_is_never_done_on_less_is_not_timed_on_less() -> None:
-    job = Job(WorkKey("copy"), lambda numel, device: lambda: None, least_nbytes=5000)
-    assert job.sizes(Settings(1024, 2**15, 2)) == (8192, 16384, 32768)
-    assert job.sizes(Settings(1024, 8192, 2)) == (5000, 10000)  # one size makes no curve
+    job = TimedWork(WorkKey("copy"), lambda numel, device: lambda: None, least_nbytes=5000)
+    assert job.sizes(ProbeOptions(1024, 2**15, 2)) == (8192, 16384, 32768)
+    assert job.sizes(ProbeOptions(1024, 8192, 2)) == (5000, 10000)  # one size makes no curve
 
 
 # ------------------------------------------------------------------------------ time
@@ -97,7 +98,7 @@ class Link:
 
 @pytest.mark.parametrize(("bytes_per_us", "share_us"), [(1.0, 4e6), (25.0, 5e5), (1e3, 1e8)])
 def test_a_sweep_keeps_to_its_time(bytes_per_us: float, share_us: float) -> None:
-    link, sizes = Link(100.0, bytes_per_us), Settings().sizes()
+    link, sizes = Link(100.0, bytes_per_us), ProbeOptions().sizes()
     found = sweep(sizes, share_us, WANTED, link.measure)
     assert found.spent_us <= share_us
     assert [nbytes for nbytes, _ in found.points] + list(found.skipped) == list(sizes)
@@ -108,8 +109,8 @@ def test_a_sweep_keeps_to_its_time(bytes_per_us: float, share_us: float) -> None
 
 
 def test_a_fast_link_is_measured_to_the_end_and_a_slow_one_has_a_curve() -> None:
-    assert sweep(Settings().sizes(), 1e7, WANTED, Link(20.0, 1e5).measure).skipped == ()
-    assert len(sweep(Settings().sizes(), 1.0, WANTED, Link(1e6, 1.0).measure).points) == 4
+    assert sweep(ProbeOptions().sizes(), 1e7, WANTED, Link(20.0, 1e5).measure).skipped == ()
+    assert len(sweep(ProbeOptions().sizes(), 1.0, WANTED, Link(1e6, 1.0).measure).points) == 4
 
 
 @pytest.mark.parametrize(
@@ -177,12 +178,12 @@ def test_who_is_at_work_when(nodes: tuple[int, ...], expected: list[tuple[str, i
 
 
 def test_all_work_has_a_key_and_does_something() -> None:
-    jobs = jobs_of([Cast(), Quantize(4)])
+    jobs = work_of([Cast(), Quantize(4)])
     keys = {job.key for job in jobs}
     assert {WorkKey(kind, "Quantize(bits=4)") for kind in ("encode", "decode", "recode")} < keys
     assert {WorkKey("copy"), *(WorkKey(kind, "PowerSGD(4)") for kind in ("factor", "refresh"))} < keys
     for job in jobs:
-        sizes = job.sizes(Settings(256, 4096, factor=16))
+        sizes = job.sizes(ProbeOptions(256, 4096, factor=16))
         assert len(sizes) > 1
         job.prepare(sizes[0] // 4, torch.device("cpu"))()
     assert {repr(each) for each in known_compressors()} >= {"Exact()", "Quantize(bits=8)", "OneBit(block=512)"}

@@ -21,13 +21,14 @@ from commopt.compress import Cast, Quantize
 from commopt.cost import LinkKey, Links, WorkKey
 from commopt.errors import MismatchError
 from commopt.groups import Team, TeamShape, join
-from commopt.probe import Settings, probe
-from commopt.probe.operations import COLLECTIVES, Job, jobs_of
+from commopt.probe import ProbeOptions, probe
+from commopt.probe.collectives import COLLECTIVES
+from commopt.probe.operations import TimedWork, work_of
 from commopt.probe.timing import LaneTimer, Repeats, Sweep
 from commopt.recording import Clock
 from tests.ranks import run
 
-TINY = Settings(256, 4096, factor=16, budget_s=0.5, parts=("inter", "work"), warm_up=1, iterations=3)
+TINY = ProbeOptions(256, 4096, factor=16, budget_s=0.5, parts=("inter", "work"), warm_up=1, iterations=3)
 
 # ------------------------------------------------------------------------------ times and their shares
 
@@ -90,14 +91,14 @@ def share_time(rank: int, world_size: int) -> list[float]:
         return Sweep(((1024, 1.0), (2048, 2.0)), (), 2e6 if len(shares_us) == 1 else 0.0)
 
     with patch("commopt.probe.prober.sweep", swept):
-        probe(None, Settings(budget_s=10, parts=("world", "work")), compressors=[], stream=io.StringIO())
+        probe(None, ProbeOptions(budget_s=10, parts=("world", "work")), compressors=[], stream=io.StringIO())
     return shares_us
 
 
 def test_links_leave_compression_a_share_and_what_they_do_not_need() -> None:
     shares_us = run(share_time, 2)[0]
     assert len(COLLECTIVES) == 6
-    assert shares_us[:7] == pytest.approx([7e6 / 6, *(5e6 / left for left in (5, 4, 3, 2, 1)), 8e6 / len(jobs_of([]))])
+    assert shares_us[:7] == pytest.approx([7e6 / 6, *(5e6 / left for left in (5, 4, 3, 2, 1)), 8e6 / len(work_of([]))])
 
 
 # ------------------------------------------------------------------------------ on ranks
@@ -125,7 +126,7 @@ def test_two_nodes_of_two_ranks(tmp_path: Path) -> None:
 
 def probe_differently(rank: int, world_size: int) -> str:
     with pytest.raises(MismatchError, match="ranks disagree about settings") as caught:
-        probe(None, Settings(max_nbytes=4096 * (rank + 1)), compressors=[])
+        probe(None, ProbeOptions(max_nbytes=4096 * (rank + 1)), compressors=[])
     return str(caught.value)
 
 
@@ -156,8 +157,8 @@ def fail_at_work(rank: int, world_size: int) -> tuple[int, str]:
         return lambda: None
 
     stream = io.StringIO()
-    job = Job(WorkKey("copy"), prepare)
-    with patch("commopt.probe.prober.jobs_of", lambda compressors: [job]), patch.object(sys, "stderr", stream):
+    job = TimedWork(WorkKey("copy"), prepare)
+    with patch("commopt.probe.prober.work_of", lambda compressors: [job]), patch.object(sys, "stderr", stream):
         status = main(["probe", "-b", "16K", "-e", "64K", "--budget", "0.1", "--only", "work"])
     return status, stream.getvalue()
 

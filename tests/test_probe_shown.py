@@ -10,9 +10,10 @@ from typing import Any, cast
 
 import pytest
 
-from commopt.cost import Curve, Header, LinkKey, Links, Segment, WorkKey
-from commopt.probe import Settings, Survey, report
-from commopt.probe.operations import COLLECTIVES, PARTS
+from commopt.cost import Curve, LineSegment, LinkKey, Links, LinksHeader, WorkKey
+from commopt.probe import ProbeOptions, Survey, report
+from commopt.probe.collectives import COLLECTIVES
+from commopt.probe.operations import PARTS
 from commopt.probe.report import LineRate, line_rate_gbps, node_factor, own_gbps
 from topology import Cluster
 
@@ -40,8 +41,8 @@ def test_what_a_node_sends_for_a_byte(key: LinkKey, factor: float) -> None:
 
 def links_of(gbps: float = 0.2) -> Links:
     """Return what a probe of 2 x 2 ranks would find, on such a network."""
-    header = Header("2025-01-02T03:04:05+00:00", ("a", "b"), (2, 2), "gloo", "x86_64 CPU", "2.7.0", "probe")
-    sizes = Settings(1024, 16 * MIB, 4).sizes()
+    header = LinksHeader("2025-01-02T03:04:05+00:00", ("a", "b"), (2, 2), "gloo", "x86_64 CPU", "2.7.0", "probe")
+    sizes = ProbeOptions(1024, 16 * MIB, 4).sizes()
     curves = {}
     for primitive in COLLECTIVES:
         for level, ranks, groups in (("intra", 2, 2), ("inter", 2, 1), ("inter", 2, 2), ("world", 4, 1)):
@@ -58,7 +59,7 @@ def test_the_network_is_held_against_its_line_rate() -> None:
     assert network.measured_gbps == pytest.approx(0.2, rel=0.01)
     assert not network.slow
     assert LineRate.of(links_of(9.0), 25.0).slow  # type: ignore[union-attr]  # there is one
-    assert LineRate.of(Links(Header(nodes=(1,)), {}), 25.0) is None
+    assert LineRate.of(Links(LinksHeader(nodes=(1,)), {}), 25.0) is None
 
 
 class Place:
@@ -126,7 +127,7 @@ def test_what_cannot_be_is_called_unreliable() -> None:
     )
     links = links_of(0.2)
     key = LinkKey("world", "all_reduce", 4, 1)
-    links.curves[key] = Curve((Segment(0.0, 50.0, 1e-3),), ((1e4, 900.0), (1e5, 20.0), (1e6, 700.0)))  # type: ignore[index]
+    links.curves[key] = Curve((LineSegment(0.0, 50.0, 1e-3),), ((1e4, 900.0), (1e5, 20.0), (1e6, 700.0)))  # type: ignore[index]
     assert links.curves[key].r_squared < 0
     text = text_of(links, 0.2)
     assert "1 of 24 curves fit badly (R^2 below 0.9): world all_reduce of 4 ranks" in flat(text)

@@ -73,7 +73,7 @@ def test_uniform_is_its_definition(compressor: Quantize) -> None:
 
 def test_stochastic_is_its_definition() -> None:
     compressor, rng, values = Quantize(4, rounding="stochastic"), RngKey(2**40 + 7, 3, 9), hard()[:5000]
-    made = encode(compressor, values, rows=2, rng=rng)
+    made = encode(compressor, values, rows=2, rng_key=rng)
     padded = torch.cat([values, torch.zeros(2 * made.chunk_numel - 5000)])
     noise = np.array(oracle_uniform(0, padded.numel(), rng), dtype=np.float32)
     codes = [slow_codes(compressor.codec, row, made.chunk_numel) for row in made.payload]
@@ -168,11 +168,11 @@ def test_zero_and_tiny_blocks_stay_in_the_residual(compressor: Blockwise) -> Non
     values[2] = 1e-45
     values[3] = -(2.0**-100) * (1 - EPS)
     values[4] = 2.0**-100
-    carry = ErrorFeedback(torch.zeros(5 * 512), torch.full((5 * 512,), 3.0))
-    made = encode(compressor, values.view(-1), carry=carry)
+    residual = ErrorFeedback(torch.zeros(5 * 512), torch.full((5 * 512,), 3.0))
+    made = encode(compressor, values.view(-1), residual=residual)
     decoded = decode(compressor, made, values.numel()).view(5, 512)
     assert not decoded[:4].any()
-    assert torch.equal(carry.new.view(5, 512)[:4], values[:4])
+    assert torch.equal(residual.new.view(5, 512)[:4], values[:4])
     assert compressor.finite(made.payload, made.chunk_numel)
     torch.testing.assert_close(decoded[4], values[4], rtol=0.01, atol=0)
     if compressor.codec.name == "companded":
@@ -231,7 +231,7 @@ def test_stochastic_rounding_is_unbiased(bits: int) -> None:
     scale = values.view(-1, 512).abs().amax(1).repeat_interleave(512).double() / largest
     total = torch.zeros(2048, dtype=torch.float64)
     for step in range(steps):
-        made = encode(compressor, values, rng=RngKey(seed=11, step=step))
+        made = encode(compressor, values, rng_key=RngKey(seed=11, step=step))
         decoded = decode(compressor, made, 2048)
         assert ((decoded - values).abs() <= scale * (1 + 1e-5)).all()
         total += decoded
@@ -247,11 +247,11 @@ def test_random_bits_follow_the_key_and_the_element() -> None:
     compressor, values = Quantize(8, rounding="stochastic"), torch.randn(4096, generator=generator())
 
     def payload(rng: RngKey) -> Tensor:
-        return encode(compressor, values, rng=rng).payload[0]
+        return encode(compressor, values, rng_key=rng).payload[0]
 
     first = payload(RngKey(1, 2, 3))
     assert torch.equal(first, payload(RngKey(1, 2, 3)))
-    _, another_row = encode(compressor, values.repeat(2), rows=2, rng=RngKey(1, 2, 3)).payload
+    _, another_row = encode(compressor, values.repeat(2), rows=2, rng_key=RngKey(1, 2, 3)).payload
     keys = (RngKey(2, 2, 3), RngKey(1 + 2**32, 2, 3), RngKey(1, 3, 3), RngKey(1, 2, 4))
     for other in (another_row, *map(payload, keys)):
         assert (first != other).float().mean() > 0.1

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from commopt import recording
-from commopt.recording import BucketRecord, Message, MessageRecord, Recorder, Span, StepRecord
+from commopt.recording import BucketRecord, MessageRecord, MessageRecorder, Recorder, Span, StepRecord
 
 CPU = torch.device("cpu")
 
@@ -57,7 +57,7 @@ def record(recorder: Recorder, step: int, buckets: int = 2, device: torch.device
         work(recorder.message([number], f"layer{number}", 100))
 
 
-def work(message: Message | None) -> None:
+def work(message: MessageRecorder | None) -> None:
     with recording.running(message), recording.primitive("inter", "all_reduce", 50):
         pass
 
@@ -127,7 +127,7 @@ def test_steps_are_alike_that_have_the_same_buckets_and_messages() -> None:
         assert other.layout != step.layout
 
 
-def begin(told: Recorder, step: int) -> Message | None:
+def begin(told: Recorder, step: int) -> MessageRecorder | None:
     """Begin a step of one bucket, whose backward ends and whose message is queued."""
     told.begin_step(step, CPU)
     told.bucket(0, "a", 1)

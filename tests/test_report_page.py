@@ -83,12 +83,12 @@ def late(who: Callable[[int], int], bucket: int) -> Timeline:
 @pytest.mark.parametrize(
     ("timeline", "predicted", "says"),
     [
-        (training(transfer_us=100), (), "nothing to win"),
+        (training(transfer_us=100), (), "nothing to gain"),
         (training(transfer_us=9_000), (), "would take 30.0 ms instead of 51.0 ms, 41% less"),
         (late(lambda step: 1, 0), (), "rank 1 is 30.00 ms behind the others"),
-        (late(lambda step: step % 4, 3), (), "not communication. None is late in every step"),
-        (training(buckets=1), (), "one message cannot begin before"),
-        (training(), (20 * MS,), "expected 20.0 ms exposed where 9.0 ms are measured"),
+        (late(lambda step: step % 4, 3), (), "not communication. No rank is late in every step"),
+        (training(buckets=1), (), "only message cannot begin before"),
+        (training(), (20 * MS,), "predicted 20.0 ms of exposed communication, and 9.0 ms are measured"),
     ],
     ids=["hidden", "exposed", "a late rank", "waiting", "one message", "mispredicted"],
 )
@@ -137,7 +137,7 @@ def test_advice_never_sends_more_than_what_is_in_use(now: int, strategy: str, na
     said = " ".join(advice(training(transfer_us=9_000), found))
     assert re.findall(r"(hierarchical\w*) (\d+) MB", said) == [(name, str(SENDS[name])) for name in named]
     assert ("let auto measure" in said) == auto
-    assert ("No preset sends much less than the 20 MB" in said) == (not named)
+    assert ("No preset sends much less than the present 20 MB" in said) == (not named)
     assert ("directions, for AdamW" in said) == (not named and "adam=" not in strategy), "what is in use is no advice"
 
 

@@ -14,7 +14,7 @@ from commopt.__main__ import main
 from commopt.errors import ConfigurationError
 from commopt.run.script import Choice
 from commopt.schedule import Tuned
-from commopt.schedule.decision import Tried
+from commopt.schedule.decision import Outcome
 
 
 def test_every_option_of_a_state_is_read_or_refused() -> None:
@@ -80,7 +80,7 @@ def test_what_was_tuned_is_read_if_it_is_there(tmp_path: Path) -> None:
     file.write_text("{}")
     with pytest.raises(ConfigurationError, match="tuned"):
         Choice.read("auto", [], file)
-    tried = Tried("flat", "Flat()", 0.0, 1.0, 1.0)
+    tried = Outcome("flat", "Flat()", 0.0, 1.0, 1.0)
     Tuned("flat", ("lossless",), (2, 2), 10, (tried,), None, "fastest").save(file)
     assert Choice.read("auto", [], file).options == {"tuned": str(file)}
     with pytest.raises(ConfigurationError, match="flat chooses nothing"):

@@ -21,11 +21,11 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
 from commopt.display import significant
-from commopt.run.cli import Job, Shown, show
+from commopt.run.cli import ScriptRun, Shown, show
 from commopt.run.models import Models, watching
 from commopt.run.script import Choice, Script
 from commopt.schedule import Tuned
-from commopt.schedule.decision import Tried
+from commopt.schedule.decision import Outcome
 from tests.hook_training import SMALL_BUCKET, Tower, batch_of, digest_of, loss_of, seeded
 from tests.plan_changes import heard
 from tests.ranks import run
@@ -286,10 +286,10 @@ def test_the_scaler_is_known_before_the_first_bucket() -> None:
 def keep_what_was_tuned(rank: int, world_size: int, folder: str) -> tuple[str, str]:
     """Train with `auto` and a file, twice: what is in it at the end is what the state had."""
     file = Path(folder, "tuned.json")
-    job = Job(
+    job = ScriptRun(
         Choice.read("auto", ["timeout=60"], file), Script("none.py"), Shown(False, False, None, 50), (), folder, file
     )
-    tried = (Tried("flat", "Flat()", 0.0, 1.0, 1.0),)
+    tried = (Outcome("flat", "Flat()", 0.0, 1.0, 1.0),)
     chosen = Tuned("flat", ("lossless",), (1, 1), 10, tried, None, "for a test")
 
     def script() -> TorchDDP:

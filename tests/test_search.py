@@ -13,12 +13,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from commopt import Auto, ConfigurationError, Hierarchical
-from commopt.schedule import Costs, Decision, Plan, Tried, Tuned, Window, best_plan, explain
-from commopt.schedule.candidates import INSIDE
-from commopt.schedule.decision import Option
+from commopt.schedule import Costs, Decision, Measurement, Outcome, Plan, Tuned, best_plan, explain
+from commopt.schedule.candidates import Candidate, choose
 from commopt.schedule.learning import LEARNED_LOCAL
 from commopt.schedule.search import Search
-from commopt.schedule.trials import Trial, choose
+from commopt.schedule.simulation import INSIDE
 from tests.search_machine import (
     COSTS,
     EXACT,
@@ -49,7 +48,7 @@ def layered(truth: Truth, **options: object) -> Machine:
     chosen: dict[str, object] = {
         "units": units_of(LAYERS, gap_us=8000.0, first_us=60_000.0),
         "costs": SLOW_LINK,
-        "options": EXACT[:1],
+        "candidates": EXACT[:1],
     }
     return Machine(truth=lambda _: truth, **(chosen | options))  # type: ignore[arg-type]
 
@@ -63,7 +62,7 @@ def test_a_quiet_run_searches_once_and_watches_ever_less_often() -> None:
     assert machine.changes[-1] < 40
     quiet = [step for step, decision in machine.log if decision.plan is None]
     assert np.diff(quiet).tolist()[:5] == [100, 200, 400, 800, 800]
-    lengths = {decision.calendar.meet_at - decision.calendar.measure_from for _, decision in machine.log}
+    lengths = {decision.window.last_step - decision.window.first_step for _, decision in machine.log}
     assert lengths == {6}
 
 
@@ -88,9 +87,9 @@ def test_noise_alone_changes_little_and_makes_nothing_worse(noise: float, seed: 
 
 
 def test_a_gain_within_the_noise_is_looked_at_again() -> None:
-    machine = Machine(noise=0.5, seed=1, options=EXACT[:1])
-    while machine.calendar.meet_at < 100:
-        machine.run(machine.calendar.meet_at + 1)
+    machine = Machine(noise=0.5, seed=1, candidates=EXACT[:1])
+    while machine.window.last_step < 100:
+        machine.run(machine.window.last_step + 1)
     assert machine.plan.contents == machine.found.contents
     machine.noise = 0.0
     assert machine.step_us(machine.run(2000).plan, 0) <= machine.step_us(machine.found, 0)
@@ -137,7 +136,7 @@ def test_what_a_trial_teaches_is_used_at_once(factor: float, overhead_us: float,
 @example(noise=0.02, seed=1008, spread=1.75)  # times whose squares are more than a float holds
 @given(noise=st.sampled_from([0.0, 0.02, 0.3]), seed=st.integers(0, 2**32 - 1), spread=st.floats(0.1, 2.0))
 def test_an_adversary_gets_no_more_than_logarithmically_many_changes(noise: float, seed: int, spread: float) -> None:
-    """Conditions are drawn anew at every meeting, and so is whether more messages are better or worse."""
+    """Conditions are drawn anew for every decision, and so is whether more messages are better or worse."""
 
     def truth(step: int) -> Truth:
         rng = np.random.default_rng((seed, step // 9))
@@ -173,7 +172,7 @@ def test_where_buckets_have_to_stay_only_the_strategy_changes(kind: type[Machine
     machine = kind(movable=False, truth=lambda _: Truth(transfers={"flat": 3.0})).run(300)
     assert machine.plan.groups == machine.found.groups
     assert machine.plan.strategy != "flat"
-    one = Machine(movable=False, options=EXACT[:1]).run(300)
+    one = Machine(movable=False, candidates=EXACT[:1]).run(300)
     assert one.changes == []
 
 
@@ -215,18 +214,18 @@ def test_keeps_stock_ddp_where_nothing_pays_and_says_so() -> None:
 def test_what_learns_more_slowly_has_to_be_that_much_faster() -> None:
     quantized, onebit = LOSSY
     assert TunedMachine(noise=0.01).run(100).plan.strategy == "quantized"
-    slower = TunedMachine(noise=0.01, options=(*EXACT, replace(quantized, steps=1.6), onebit)).run(100)
+    slower = TunedMachine(noise=0.01, candidates=(*EXACT, replace(quantized, steps=1.6), onebit)).run(100)
     assert slower.plan.strategy == "onebit"
     assert slower.tuned.used.steps == 1.0
-    none = TunedMachine(noise=0.01, options=(*EXACT, *(replace(each, steps=5.0) for each in LOSSY))).run(100)
+    none = TunedMachine(noise=0.01, candidates=(*EXACT, *(replace(each, steps=5.0) for each in LOSSY))).run(100)
     assert none.plan.strategy in ("flat", "hierarchical")
 
 
 def test_what_wins_in_time_to_a_loss() -> None:
-    def trial(name: str, step_us: float, exposed_us: float, steps: float) -> Trial:
-        option = Option(name, name, 0.1 * (steps > 1), steps > 1, steps)
+    def trial(name: str, step_us: float, exposed_us: float, steps: float) -> Candidate:
         plan = Plan((("a",),), name)
-        return Trial(name, option, plan, measured=Window(plan, (), (), (step_us,) * 7, (exposed_us,) * 7, ()))
+        measured = Measurement(plan, (), (), (step_us,) * 7, (exposed_us,) * 7, (), ())
+        return Candidate(name, name, 0.1 * (steps > 1), steps > 1, steps, plan, measured=measured)
 
     dense = trial("flat", 100.0, 80.0, 1.0)
     bits, few = trial("2 bits", 30.0, 10.0, 1.07), trial("dgc", 27.0, 7.0, 1.41)
@@ -277,7 +276,7 @@ def test_averages_exactly_when_the_model_falls_behind(left_out: float) -> None:
     options = (*EXACT, *(replace(option, error=left_out) for option in LOSSY))
     bad = 12.0
     truth = lambda step: Truth(transfers=dict.fromkeys(PRICES, 3.0 if step > 1000 else 1.0))  # noqa: E731
-    machine = TunedMachine(options=options, behind={0: FOLLOWS, 400: bad, 800: FOLLOWS}, truth=truth).run(380)
+    machine = TunedMachine(candidates=options, behind={0: FOLLOWS, 400: bad, 800: FOLLOWS}, truth=truth).run(380)
     assert machine.plan.strategy == "quantized"
     machine.run(900)
     assert machine.tuned.used.error == 0
@@ -290,14 +289,15 @@ def test_averages_exactly_when_the_model_falls_behind(left_out: float) -> None:
 def test_what_falls_behind_between_two_windows_is_left_at_once() -> None:
     machine = TunedMachine(noise=0.01).run(100)
     assert machine.plan.strategy == "quantized"
-    assert machine.search.look(None, 110) == machine.search.look(9.0, 110) == ""
-    decision = Decision.from_json(machine.search.look(11.0, 120))
+    assert machine.search.look(None, 110) is machine.search.look(9.0, 110) is None
+    decision = machine.search.look(11.0, 120)
+    assert decision is not None
     assert decision.plan is not None
     assert decision.plan.strategy in ("flat", "hierarchical")
     assert decision.tuned is not None
     assert "11 steps behind" in decision.tuned.reason
-    assert machine.search.look(11.0, 130) == "", "it was left already"
-    assert TunedMachine().search.look(11.0, 5) == ""
+    assert machine.search.look(11.0, 130) is None, "it was left already"
+    assert TunedMachine().search.look(11.0, 5) is None
 
 
 def test_goes_on_from_an_earlier_tuning_without_trials() -> None:
@@ -321,11 +321,11 @@ def test_what_was_used_before_has_a_name_of_its_own() -> None:
 class Stubborn(TunedMachine):
     """DDP goes on in its own buckets, whatever the plan."""
 
-    def window(self) -> Window:
+    def measure(self) -> Measurement:
         planned, self.plan = self.plan, self.found
-        window = super().window()
+        measured = super().measure()
         self.plan = planned
-        return window
+        return measured
 
 
 def test_a_trial_that_ddp_does_not_follow_is_a_trial() -> None:
@@ -367,8 +367,8 @@ def test_says_what_adam_makes_possible_on_a_slow_link(
     optimizer: str, nodes: tuple[int, ...], exposed_us: float, told: bool
 ) -> None:
     tried = (
-        Tried("flat", "flat", 0.0, 100.0, 60.0, 100.0, exposed_us),
-        Tried("1 bit", "onebit", 0.7, 30.0, 1.0, 30.0, 1.0, 1.42),
+        Outcome("flat", "flat", 0.0, 100.0, 60.0, 100.0, exposed_us),
+        Outcome("1 bit", "onebit", 0.7, 30.0, 1.0, 30.0, 1.0, 1.42),
     )
     text = explain(None, Tuned("1 bit", ("onebit",), nodes, 50, tried, None, "for a test", optimizer), [])
     assert ("adam=commopt.Adam()" in text) is told
@@ -383,7 +383,7 @@ def test_says_what_local_sgd_should_take_and_never_switches_to_it() -> None:
     texts = []
     for optimizer, nodes in (("adamw", (2, 2)), ("sgd", (2, 2)), ("adamw", (4,))):
         machine = TunedMachine(noise=0.01, costs=Costs(prices, overhead_us=100.0), allow=allow)
-        machine.search = Search(machine.options, machine.costs, None, 4, allow, nodes, None, optimizer)
+        machine.search = Search(machine.candidates, machine.costs, None, 4, allow, nodes, None, optimizer)
         tuned = machine.run(100).tuned
         local = {each.name: each for each in tuned.considered if each.strategy.startswith("LocalSGD(")}
         texts.append(explain(None, tuned, []))
@@ -413,8 +413,8 @@ def tuned_bytes(machine: TunedMachine) -> int:
 def test_local_sgd_is_compared_in_time_to_a_loss(used_us: float, told: str) -> None:
     (average, *_), (learned, *_) = LEARNED_LOCAL, LEARNED_LOCAL.values()
     tried = (
-        Tried("flat", "flat", 0.0, used_us, 60.0, used_us, 60.0),
-        Tried(learned.measured, repr(average), 0.0, 35.0, 1.0, steps=1.29),
+        Outcome("flat", "flat", 0.0, used_us, 60.0, used_us, 60.0),
+        Outcome(learned.preset, repr(average), 0.0, 35.0, 1.0, steps=1.29),
     )
     text = explain(None, Tuned("flat", ("lossless", "local"), (2, 2), 50, tried, None, "for a test", "adamw"), [])
     assert told in text

@@ -27,11 +27,11 @@ import commopt
 from commopt import DGC, CommoptError, ConfigurationError, OneBit, ParameterServer, TransportError
 from commopt.compress import Compressor
 from commopt.server import Scheduler, Server, Worker
-from commopt.server import door as door_module
-from commopt.server.door import Door
-from commopt.server.link import BEAT, DATA, END, GREETING, TEXT, Link, connect
+from commopt.server import listener as listener_module
+from commopt.server.channel import DATA, END, GREETING, HEARTBEAT, TEXT, SecureChannel, connect
+from commopt.server.listener import SecureListener
 from commopt.server.scheduler import find_server
-from commopt.server.secret import Handshake, key_of
+from commopt.server.secret import SecretHandshake, key_of
 from commopt.version import __version__
 from tests.speed import limit
 
@@ -122,34 +122,34 @@ class Liar:
         }
         self.round = self.number = 0
         if joins:
-            self.link.say(**self.facts)
-            self.number = self.link.hear()["number"]
+            self.link.send_json(**self.facts)
+            self.number = self.link.receive_json()["number"]
 
     def pull(self, ones: Good | None = None) -> None:
         """Get the parameters; who has just joined gets them at the end of a round, which `ones` make."""
         if ones is None:
-            self.link.say(kind="pull", whole=True)
+            self.link.send_json(kind="pull", whole=True)
         else:
             self.ask(ones)
             ones.round()
-        self.round = self.link.hear()["round"]
-        self.link.fill(torch.empty(NUMEL))
+        self.round = self.link.receive_json()["round"]
+        self.link.receive_into(torch.empty(NUMEL))
 
     def ask(self, ones: Good) -> None:
         """Ask for the parameters, and wait until the server knows.
 
         What is asked for after a round has closed is due at the end of the next one, which perhaps nobody makes.
         """
-        self.link.say(kind="pull", whole=True)
-        until(lambda: (peer := ones.server._peers.get(self.number)) is None or peer.wants)
+        self.link.send_json(kind="pull", whole=True)
+        until(lambda: (peer := ones.server._peers.get(self.number)) is None or peer.pull_requested)
 
     def push(self, payload: torch.Tensor, base: Any = None, weight: Any = 1.0) -> None:
-        self.link.say(kind="push", base=self.round if base is None else base, weight=weight)
-        self.link.send(payload)
+        self.link.send_json(kind="push", base=self.round if base is None else base, weight=weight)
+        self.link.send_tensor(payload)
 
-    def begin(self) -> Link:
+    def begin(self) -> SecureChannel:
         """Announce a delta."""
-        self.link.say(kind="push", base=self.round, weight=1.0)
+        self.link.send_json(kind="push", base=self.round, weight=1.0)
         return self.link
 
     def frame(self, kind: int, body: bytes) -> bool:
@@ -186,27 +186,30 @@ LIES: dict[str, tuple[Callable[[Liar], Any], str]] = {
     "weight too large": (lambda liar: liar.push(values(), weight=1e300), "weighs 1e[+]300"),
     "weight text": (lambda liar: liar.push(values(), weight="1"), "weighs 1, and must weigh more than 0"),
     "weight true": (lambda liar: liar.push(values(), weight=True), "weighs True"),
-    "base to come": (lambda liar: liar.push(values(), base=10**6), "said to be of round 1000000; it pulled that of"),
-    "base below 0": (lambda liar: liar.push(values(), base=-1), "said to be of round -1"),
-    "base before": (lambda liar: liar.push(values(), base=liar.round - 1), "it pulled that of"),
+    "base to come": (lambda liar: liar.push(values(), base=10**6), "said to start from round 1000000; it pulled round"),
+    "base below 0": (lambda liar: liar.push(values(), base=-1), "said to start from round -1"),
+    "base before": (lambda liar: liar.push(values(), base=liar.round - 1), "it pulled round"),
     "base true": (lambda liar: liar.push(values(), base=True), "is True, and must be a whole number"),
     "base text": (lambda liar: liar.push(values(), base="1"), "must be a whole number"),
     "no JSON": (lambda liar: liar.frame(TEXT, b"{no json"), "a request is not JSON"),
     "no UTF-8": (lambda liar: liar.frame(TEXT, b"\xff\xfe"), "a request is not JSON"),
     "deep JSON": (lambda liar: liar.frame(TEXT, b"[" * 4000), "a request is"),
     "a list": (lambda liar: liar.frame(TEXT, b"[1]"), "a request is a JSON list"),
-    "another kind": (lambda liar: liar.link.say(kind="knock"), "asked for 'knock'"),
-    "a kind that is none": (lambda liar: liar.link.say(kind={"a": [1]}), "neither push nor pull"),
-    "no kind": (lambda liar: liar.link.say(), "neither push nor pull"),
-    "data unasked": (lambda liar: liar.frame(DATA, bytes(8)), "data came where a request was due"),
-    "text for data": (lambda liar: liar.begin().say(), "something else"),
-    "data that is empty": (lambda liar: liar.begin() and liar.frame(DATA, b""), "something else came"),
-    "data too long": (lambda liar: liar.begin().send(torch.zeros(NUMEL + 1)), "is none that is taken here"),
-    "a long request": (lambda liar: liar.frame(TEXT, b" " * 5000), "5000 bytes is none that is taken here"),
-    "a huge frame": (lambda liar: liar.raw(struct.pack("!BI", TEXT, 2**32 - 1)), "is none that is taken here"),
+    "another kind": (lambda liar: liar.link.send_json(kind="knock"), "asked for 'knock'"),
+    "a kind that is none": (lambda liar: liar.link.send_json(kind={"a": [1]}), "neither push nor pull"),
+    "no kind": (lambda liar: liar.link.send_json(), "neither push nor pull"),
+    "data unasked": (lambda liar: liar.frame(DATA, bytes(8)), "data arrived where a request was expected"),
+    "text for data": (lambda liar: liar.begin().send_json(), "something else"),
+    "data that is empty": (lambda liar: liar.begin() and liar.frame(DATA, b""), "something else arrived"),
+    "data too long": (lambda liar: liar.begin().send_tensor(torch.zeros(NUMEL + 1)), "is not accepted here"),
+    "a long request": (lambda liar: liar.frame(TEXT, b" " * 5000), "5000 bytes is not accepted here"),
+    "a huge frame": (lambda liar: liar.raw(struct.pack("!BI", TEXT, 2**32 - 1)), "is not accepted here"),
     "an unknown frame": (lambda liar: liar.frame(77, b""), "a frame of kind 77"),
-    "not signed": (lambda liar: liar.raw(struct.pack("!BI", BEAT, 0) + bytes(16)), "not what the other side has sign"),
-    "joined twice": (lambda liar: liar.link.say(**liar.facts), "neither push nor pull"),
+    "not signed": (
+        lambda liar: liar.raw(struct.pack("!BI", HEARTBEAT, 0) + bytes(16)),
+        "does not have the peer's signature",
+    ),
+    "joined twice": (lambda liar: liar.link.send_json(**liar.facts), "neither push nor pull"),
 }
 
 
@@ -242,10 +245,10 @@ def test_two_deltas_or_two_pulls_at_a_time_are_refused() -> None:
                 each.result()
         first.push(values(0.01))
         first.push(values(0.01))
-        assert "sent two deltas, and has not pulled between them" in first.ended()
+        assert "sent two deltas without a pull between them" in first.ended()
         second.push(values(0.01))
-        second.link.say(kind="pull")
-        second.link.say(kind="pull")
+        second.link.send_json(kind="pull")
+        second.link.send_json(kind="pull")
         assert "asked for the parameters twice" in second.ended()
         ones.round()
 
@@ -260,7 +263,7 @@ def test_random_bytes_are_no_delta_that_loses_the_model(compressor: Compressor, 
         generator = torch.Generator().manual_seed(seed)
         with suppress(TransportError):
             liar.push(torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator))
-            liar.link.say(kind="pull", whole=True)
+            liar.link.send_json(kind="pull", whole=True)
         liar.ended() if seed == 0 else liar.link.close()
         until(lambda: liar.number not in ones.server.workers)
         ones.round()
@@ -288,7 +291,7 @@ def bad_facts() -> Iterator[dict[str, Any]]:
 def test_who_joins_with_nonsense_is_refused(ones: Good) -> None:
     for changed in bad_facts():
         liar = Liar(ones, joins=False, **changed)
-        liar.link.say(**liar.facts)
+        liar.link.send_json(**liar.facts)
         assert liar.ended(), changed
     ones.round()
     assert not ones.server.failure
@@ -312,12 +315,12 @@ def test_nonsense_before_there_is_a_model() -> None:
     with without_a_model(limit(10.0)) as ones:
         for changed in bad_facts():
             liar = Liar(ones, joins=False, **changed)
-            liar.link.say(**liar.facts)
+            liar.link.send_json(**liar.facts)
             with suppress(TransportError):
-                liar.link.hear()  # to send a model of its own, if an odd one; it does not
+                liar.link.receive_json()  # to send a model of its own, if an odd one; it does not
             liar.link.close()
         liar = Liar(ones)
-        liar.link.send(values(float("nan")))
+        liar.link.send_tensor(values(float("nan")))
         assert "its parameters are not finite" in liar.ended()
         model = nn.Linear(3, 3)
         worker = commopt.attach(model, ones.settings)
@@ -334,23 +337,23 @@ def until_message(ones: Good, number: int) -> Liar:
 
     def messages() -> Iterator[None]:
         yield
-        liar.link.say(**liar.facts)
+        liar.link.send_json(**liar.facts)
         yield
-        liar.number = liar.link.hear()["number"]
+        liar.number = liar.link.receive_json()["number"]
         yield
         liar.ask(ones)
         yield
         ones.round()
-        liar.round = liar.link.hear()["round"]
+        liar.round = liar.link.receive_json()["round"]
         yield
         liar.link.receive()
-        liar.link.say(kind="push", base=liar.round, weight=1e-9)
+        liar.link.send_json(kind="push", base=liar.round, weight=1e-9)
         yield
-        liar.link.send(values()[: NUMEL // 2])
+        liar.link.send_tensor(values()[: NUMEL // 2])
         yield
-        liar.link.send(values(0.5)[NUMEL // 2 :])
+        liar.link.send_tensor(values(0.5)[NUMEL // 2 :])
         yield
-        liar.link.say(kind="pull", whole=False)
+        liar.link.send_json(kind="pull", whole=False)
         yield
         liar.raw(struct.pack("!BI", TEXT, 100))
         yield
@@ -377,8 +380,8 @@ def test_workers_that_stand_still_do_not_keep_others_out() -> None:
     with without_a_model(8.0) as ones:
         still = [Liar(ones, joins=False) for _ in range(6)]
         for each in still[:3]:
-            each.link.beat_regularly()
-            each.link.say(**each.facts)
+            each.link.start_heartbeat()
+            each.link.send_json(**each.facts)
         until(lambda: ones.server._upload is not None)
         model = nn.Linear(WIDTH, WIDTH)
         begin = time.monotonic()
@@ -386,7 +389,7 @@ def test_workers_that_stand_still_do_not_keep_others_out() -> None:
         assert time.monotonic() - begin < 6  # one of them would be waited for longer
         for each in still[:3]:
             with suppress(TransportError):
-                each.link.send(values(7.0))  # too late
+                each.link.send_tensor(values(7.0))  # too late
         until(lambda: len(ones.server.stats()["workers"]) > 1)
         for each in still:
             each.link.close()
@@ -420,7 +423,7 @@ def test_by_the_secret_they_find_each_other(monkeypatch: pytest.MonkeyPatch) -> 
     for other in ("", "another"):
         monkeypatch.setenv("COMMOPT_SECRET", other)
         for join in (lambda: commopt.attach(nn.Linear(3, 3), settings), lambda: Server(scheduler.address)):
-            with pytest.raises(ConfigurationError, match="does not have the secret that this process has; set COMMOPT"):
+            with pytest.raises(ConfigurationError, match="does not have the secret of this process; set the same"):
                 join()
     assert server.workers == [worker.number]
     worker.close()
@@ -443,7 +446,7 @@ def test_frames_are_signed_and_counted() -> None:
     got: list[bytes] = []
     over = threading.Event()
 
-    def serve(link: Link, _: str) -> None:
+    def serve(link: SecureChannel, _: str) -> None:
         try:
             while True:
                 got.append(bytes(link.receive()[1]))
@@ -451,15 +454,15 @@ def test_frames_are_signed_and_counted() -> None:
             over.set()
 
     frames = [struct.pack("!BI", TEXT, 2) + b"{}"]
-    door = Door("127.0.0.1", 0, SECRET, 5.0, serve, print)
+    listener = SecureListener("127.0.0.1", 0, SECRET, 5.0, serve, print)
     for tamper in ("repeat", "change", "drop", "add", "reflect"):
         over.clear()
         got.clear()
-        link = connect("127.0.0.1", door.port, SECRET, 5.0, 5.0)
+        link = connect("127.0.0.1", listener.port, SECRET, 5.0, 5.0)
         sent: list[bytes] = []
         link._out = Tap(sent)  # type: ignore[assignment]
-        link.say(a=1)
-        link.say(a=2)
+        link.send_json(a=1)
+        link.send_json(a=2)
         changed = bytearray(sent[1])
         changed[8] ^= 1
         altered = {
@@ -475,7 +478,7 @@ def test_frames_are_signed_and_counted() -> None:
         assert len(got) <= 1, tamper
         assert b'{"a": 2}' not in got, tamper
         link.close()
-    door.close()
+    listener.close()
 
 
 def stranger(port: int, body: bytes) -> bytes:
@@ -492,9 +495,9 @@ def stranger(port: int, body: bytes) -> bytes:
 
 def test_a_stranger_hears_a_greeting_and_nothing_else(ones: Good) -> None:
     before = ones.state()
-    shake = Handshake(key_of("a guess"), bytes(32), bytes(32))
+    handshake = SecretHandshake(key_of("a guess"), bytes(32), bytes(32))
     for port in (ones.scheduler.port, ones.server.port):
-        guess = bytes(32) + shake.proof("client")
+        guess = bytes(32) + handshake.proof("client")
         for body in (b"", HTTP, bytes(64), os.urandom(64), os.urandom(5000), guess):
             heard = stranger(port, body)
             assert heard[:16] == GREETING
@@ -504,7 +507,7 @@ def test_a_stranger_hears_a_greeting_and_nothing_else(ones: Good) -> None:
 
 
 def test_half_open_connections_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door_module, "MOST_STRANGERS", 20)
+    monkeypatch.setattr(listener_module, "MOST_PENDING", 20)
     with good() as ones, contextlib.ExitStack() as stack:
         for port in (ones.scheduler.port, ones.server.port):
             for place in range(100):
@@ -512,8 +515,8 @@ def test_half_open_connections_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -
                 if place % 2:
                     with suppress(OSError):
                         held.sendall(b"\x00\x01")
-        assert len(ones.scheduler._door._strangers) <= 20
-        assert len(ones.server._door._strangers) <= 20
+        assert len(ones.scheduler._listener._pending) <= 20
+        assert len(ones.server._listener._pending) <= 20
         begin = time.monotonic()
         ones.round()
         liar = Liar(ones)  # which joins as others do
@@ -522,13 +525,13 @@ def test_half_open_connections_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_stranger_that_is_slow_is_turned_away() -> None:
-    door = Door("127.0.0.1", 0, SECRET, 5.0, lambda *_: None, print, limit_s=0.3)
-    with socket.create_connection(("127.0.0.1", door.port), timeout=limit(10)) as held:
+    listener = SecureListener("127.0.0.1", 0, SECRET, 5.0, lambda *_: None, print, limit_s=0.3)
+    with socket.create_connection(("127.0.0.1", listener.port), timeout=limit(10)) as held:
         held.recv(48)
         held.sendall(b"x")
         assert held.recv(1) == b""
-    assert not door._strangers
-    door.close()
+    assert not listener._pending
+    listener.close()
 
 
 # ------------------------------------------------------------------------------------- at random
@@ -550,8 +553,8 @@ def inside(ones: Good, chance: random.Random) -> None:
         if chance.random() < 0.3:
             liar.facts[chance.choice(list(liar.facts))] = chance.choice(odd)
         if chance.random() < 0.9:
-            liar.link.say(**liar.facts)
-            liar.number = liar.link.hear()["number"]
+            liar.link.send_json(**liar.facts)
+            liar.number = liar.link.receive_json()["number"]
         if chance.random() < 0.2:
             liar.pull(ones)
         for _ in range(chance.randrange(1, 4)):
@@ -559,18 +562,18 @@ def inside(ones: Good, chance: random.Random) -> None:
             if what == 0:
                 liar.raw(chance.randbytes(chance.randrange(1, 60)))
             elif what == 1:
-                liar.frame(chance.choice((BEAT, TEXT, DATA, END, 9)), chance.randbytes(chance.randrange(200)))
+                liar.frame(chance.choice((HEARTBEAT, TEXT, DATA, END, 9)), chance.randbytes(chance.randrange(200)))
             elif what == 2:
                 words = {"kind": chance.choice(("push", "pull", "join", *map(str, odd))), "base": chance.choice(odd)}
-                liar.link.say(**words, weight=chance.choice(odd))
+                liar.link.send_json(**words, weight=chance.choice(odd))
             elif what == 3:
                 liar.frame(TEXT, json.dumps(chance.choice(odd)).encode())
             elif what == 4:
-                liar.link.say(kind="push", base=ones.server.round - chance.choice((0, 0, 1, 2)), weight=1.0)
+                liar.link.send_json(kind="push", base=ones.server.round - chance.choice((0, 0, 1, 2)), weight=1.0)
                 nbytes = chance.choice((4 * NUMEL, 4 * NUMEL, chance.randrange(1, 4 * NUMEL)))
-                liar.link.send(torch.tensor(list(chance.randbytes(nbytes)), dtype=torch.uint8))
+                liar.link.send_tensor(torch.tensor(list(chance.randbytes(nbytes)), dtype=torch.uint8))
             else:
-                liar.link.say(kind="pull", whole=chance.choice(odd))
+                liar.link.send_json(kind="pull", whole=chance.choice(odd))
     liar.link.close()
 
 

@@ -3,21 +3,35 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from commopt import DGC, Auto, Cast, Compressed, Feedback, Flat, Hierarchical, LocalSGD, OneBit, PowerSGD, Quantize
-from commopt.aggregate import Aggregator, Call, context_for
+from commopt import (
+    DGC,
+    Adam,
+    Auto,
+    Cast,
+    Compressed,
+    Feedback,
+    Flat,
+    Hierarchical,
+    LocalSGD,
+    OneBit,
+    PowerSGD,
+    Quantize,
+)
+from commopt.aggregate import Action, Aggregator, Buffer, Call, context_for
 from commopt.errors import ConfigurationError
-from commopt.feedback import ResidualStore, Scratch
+from commopt.feedback import BufferContext, ResidualStore, Scratch
 from commopt.groups import Team, TeamShape, WireBytes, join
 from commopt.sharded.all_gather import AllGather, Weights
 from commopt.sharded.layouts import Part
 from commopt.sharded.reduce_scatter import ReduceScatter
-from commopt.sharded.rows import Parts, shard_of
+from commopt.sharded.shards import Parts, shard_of
 from tests.overheard import overheard
 from tests.ranks import run
 
@@ -92,8 +106,8 @@ def reduce_many(rank: int, world: int, aggregator: Aggregator, dtype: torch.dtyp
     outputs = []
     for step in range(STEPS):
         source = padded(gradients(rank, step)).to(dtype).view(-1)
-        layout = scatter.layout(parts, dtype, step)
-        store.begin_step()
+        layout = scatter.layout(parts)
+        store.transaction.begin_step()
         context = context_for(aggregator, layout, team, store, step, 0, team.ranks[team.rank])
         output = torch.full((source.numel() // world,), torch.nan, dtype=dtype)
         now: list[Any] = []
@@ -104,15 +118,15 @@ def reduce_many(rank: int, world: int, aggregator: Aggregator, dtype: torch.dtyp
             asked, what, nbytes = now.pop(-2)
             assert getattr(asked.wire, what)(nbytes) == store.beside
         heard += [(team.level, what, nbytes) for team, what, nbytes in now]
-        store.end_bucket((), last=True)
+        store.transaction.end_bucket((), last=True)
         calls = [each for each in scatter.calls(parts, dtype, step) if isinstance(each, Call)]
         said += [(each.level, each.primitive, each.nbytes) for each in calls]
         outputs.append(real(output, rank).double())
     owed = {}
-    for slot in store.slots():
+    for slot in store.residuals():
         for piece, begin in zip(slot.layout.pieces, slot.layout.offsets, strict=True):
             owed[str(piece)] = slot.values[begin : begin + piece.numel].double()
-    return {"outputs": outputs, "owed": owed, "heard": heard, "said": said, "dropped": int(store.dropped)}
+    return {"outputs": outputs, "owed": owed, "heard": heard, "said": said, "dropped": int(store.transaction.dropped)}
 
 
 def check_reduction(aggregator: Aggregator, nodes: Any, dtype: torch.dtype = torch.float32) -> None:
@@ -229,3 +243,23 @@ def test_aggregators_that_cannot_scatter_are_named(aggregator: Aggregator, words
     team = TeamShape.of((2, 1) if "equally many" in words else (2, 2))
     with pytest.raises(ConfigurationError, match=words):
         ReduceScatter(aggregator, team, tuple(range(team.size)))
+
+
+@pytest.mark.parametrize("nodes", [(4,), (2, 2)], ids=str)
+def test_directions_of_adam_cannot_be_scattered_on_one_node_either(nodes: tuple[int, ...]) -> None:
+    aggregator = Hierarchical(Compressed(OneBit(), adam=Adam()))
+    with pytest.raises(ConfigurationError, match="use no adam"):
+        ReduceScatter(aggregator, TeamShape.of(nodes), (0, 1, 2, 3))
+
+
+def test_an_aggregator_that_says_nothing_of_it_refuses_to_scatter_itself() -> None:
+    @dataclass(frozen=True, repr=False)
+    class Own(Aggregator):
+        def all_reduce(self, buffer: Tensor, team: Team, scale: float, context: BufferContext) -> None: ...
+
+        def calls(self, buffer: Buffer, team: TeamShape) -> tuple[Action, ...]:
+            return ()
+
+    for aggregator in (Own(), Hierarchical(Own())):
+        with pytest.raises(ConfigurationError, match="1-D FSDP2 mesh, where each rank keeps a shard"):
+            aggregator.check_reduce_scatter(TeamShape.of((2, 2)))

@@ -14,7 +14,7 @@ import pytest
 from commopt.__main__ import main
 from commopt.cost import Speeds, nominal_links
 from commopt.groups import TeamShape
-from commopt.simulate import ClusterSpec, Network, gpu, model, of_model, simulate_step, strategy
+from commopt.simulate import ClusterSpec, NetworkSpec, gpu, model, of_model, simulate_step, strategy
 from commopt.simulate.cli import parse_gb_per_s, parse_gbps, parse_nodes
 from commopt.version import __version__
 
@@ -48,7 +48,7 @@ def test_output_has_inputs_and_rows(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "Simulated, not measured." in shown
     told = "16 x image of 224 x 224 pixels at 0.194 of 312 TFLOP/s (a100, fp16), from 2470/s of"
     assert told in " ".join(shown.split())
-    assert "network: Network(nic_gbps=" in shown
+    assert "network: NetworkSpec(nic_gbps=" in shown
     assert f"{rows[-1]['gpu_efficiency']:.1%}" in shown
 
 
@@ -59,10 +59,12 @@ def test_the_command_simulates_what_the_library_does(tmp_path: Path) -> None:
     options += ["--straggler", "0", "--compute-efficiency", "0.5", "--buckets", "ddp", "--overhead-us", "250"]
     wanted = ["--nodes", "4", "--strategies", "hierarchical"]
     assert main([*BASE, *options, *wanted, "-o", str(target)]) == 0
-    network = Network(25, 20, nics=2, efficiency=0.8, inter_latency_us=30, socket_gbps=6, connections=2, trees=False)
+    network = NetworkSpec(
+        25, 20, nics=2, efficiency=0.8, inter_latency_us=30, socket_gbps=6, connections=2, trees=False
+    )
     cluster = ClusterSpec(8, gpu("t4"), network)
     shape = cluster.shape(4)
-    aggregator = strategy("hierarchical").candidates[0].build()
+    aggregator = strategy("hierarchical").choices[0].build()
     expected = simulate_step(
         of_model(model("resnet50"), gpu("t4"), 4, "fp32", 0.5),
         aggregator,
@@ -123,10 +125,10 @@ def test_measured_links_and_a_workload_of_ones_own(tmp_path: Path, capsys: pytes
         ([*BASE, "--nodes", "10000"], "makes 80000 GPUs"),
         ([*BASE, "--precision", "int8"], "has no figure for 'int8'"),
         ([*BASE, "--batch", "0"], "'0' is not a whole number from 1"),
-        ([*BASE, "--connections", "4"], "tells nothing without --socket-gbps"),
+        ([*BASE, "--connections", "4"], "needs --socket-gbps"),
         ([*BASE, "--nic", "25GB/s"], "write for example 25gbps"),
         ([*BASE, "--latency-us", "-1"], "'-1' is not a number that is at least 0 and at most"),
-        ([*BASE, "--links", "links.json"], "--links says what the network does"),
+        ([*BASE, "--links", "links.json"], "--links describes the network"),
         ([*BASE, "--strategies", "magic"], "strategy 'magic' is unknown"),
         ([*BASE, "--strategies", "auto"], "chooses on live steps"),
         ([*BASE, "--straggler", "-1"], "sigma=-1.0"),

@@ -12,10 +12,10 @@ from commopt import Cast, Compressed, Flat, Hierarchical, Layout, PowerSGD, Quan
 from commopt.compress import DGC
 from commopt.cost import (
     Curve,
-    Header,
-    Link,
+    LinkCost,
     LinkKey,
     Links,
+    LinksHeader,
     Speeds,
     WorkKey,
     cost,
@@ -24,31 +24,31 @@ from commopt.cost import (
 )
 from commopt.errors import ConfigurationError
 from commopt.groups import TeamShape
-from commopt.simulate import ClusterSpec, Network, gpu
+from commopt.simulate import ClusterSpec, NetworkSpec, gpu
 from commopt.simulate.cluster import LAUNCH_US, MEMORY_EFFICIENCY, gpu_work
 from tests.closed_forms import ring_over_nodes_us, sharded_us
 
 GPUS = {"cpu": "gloo", "cuda": "nccl"}
 SHAPE = TeamShape.of((8,) * 4, backends=GPUS)
-PLAIN = Network(25, 200, efficiency=1.0, trees=False)
+PLAIN = NetworkSpec(25, 200, efficiency=1.0, trees=False)
 NUMEL = 2**22
 S = 4 * NUMEL
 
 
 def test_without_limits_links_are_the_nominal_ones() -> None:
     assert PLAIN.links(SHAPE) == nominal_links(SHAPE, Speeds(25, 200))
-    two_ports = Network(25, 200, nics=2, efficiency=0.8, trees=False).links(SHAPE)
+    two_ports = NetworkSpec(25, 200, nics=2, efficiency=0.8, trees=False).links(SHAPE)
     assert two_ports == nominal_links(SHAPE, Speeds(40, 200, nics=2))
 
 
 def test_connections_limit_a_ring_and_eight_of_them_less() -> None:
     """Two connections of 5 Gb/s: a flat ring gets 10 Gb/s of 25, the eight rings of a sharded hierarchy all of them."""
-    links = Network(25, 200, efficiency=1.0, socket_gbps=5, connections=2, trees=False).links(SHAPE)
-    intra = Link(3, 1 / 200e3)
+    links = NetworkSpec(25, 200, efficiency=1.0, socket_gbps=5, connections=2, trees=False).links(SHAPE)
+    intra = LinkCost(3, 1 / 200e3)
     flat = cost(Flat(), NUMEL, torch.float32, SHAPE, links).total_us
-    assert flat == pytest.approx(ring_over_nodes_us(S, 4, 8, intra, Link(15, 8e-3 / 10)))
+    assert flat == pytest.approx(ring_over_nodes_us(S, 4, 8, intra, LinkCost(15, 8e-3 / 10)))
     sharded = cost(Hierarchical(form="reduce_scatter"), NUMEL, torch.float32, SHAPE, links).total_us
-    assert sharded == pytest.approx(sharded_us(S, 4, 8, intra, Link(15, 8 * 8e-3 / 25)))
+    assert sharded == pytest.approx(sharded_us(S, 4, 8, intra, LinkCost(15, 8 * 8e-3 / 25)))
 
 
 @pytest.mark.parametrize(
@@ -63,12 +63,12 @@ def test_connections_limit_a_ring_and_eight_of_them_less() -> None:
     ],
 )
 def test_rates_by_hand(key: LinkKey, gbps: float) -> None:
-    assert Network(25, 200, efficiency=1.0, socket_gbps=4, connections=1).node_gbps(key) == gbps
+    assert NetworkSpec(25, 200, efficiency=1.0, socket_gbps=4, connections=1).node_gbps(key) == gbps
 
 
 def test_trees_take_over_where_they_are_faster() -> None:
-    links = Network(25, 200, efficiency=1.0).links(SHAPE)
-    intra, node = Link(3, 1 / 200e3), Link(15, 8e-3 / 25)
+    links = NetworkSpec(25, 200, efficiency=1.0).links(SHAPE)
+    intra, node = LinkCost(3, 1 / 200e3), LinkCost(15, 8e-3 / 25)
     curve = links.curve("world", "all_reduce", 32)
     for nbytes in (8, 2**16, 2**18, 2**20, 2**24):
         tree, ring = tree_us(nbytes, 4, 8, intra, node), ring_over_nodes_us(nbytes, 4, 8, intra, node)
@@ -92,7 +92,7 @@ def test_trees_take_over_where_they_are_faster() -> None:
 )
 def test_networks_that_cannot_be(options: dict[str, float], says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
-        Network(**{"nic_gbps": 25, "intra_gb_per_s": 200} | options)  # type: ignore[arg-type]
+        NetworkSpec(**{"nic_gbps": 25, "intra_gb_per_s": 200} | options)  # type: ignore[arg-type]
 
 
 # ----------------------------------------------------------------------------------------------- work
@@ -138,7 +138,7 @@ def test_selecting_reads_its_values_once_more() -> None:
 def test_measured_work_comes_before_estimates() -> None:
     measured = nominal_links(SHAPE, Speeds(25, 200))
     key = WorkKey("encode", repr(Quantize(8)))
-    measured = Links(Header(backend="gloo"), measured.curves, {key: Curve.linear(1, 2)})
+    measured = Links(LinksHeader(backend="gloo"), measured.curves, {key: Curve.linear(1, 2)})
     cluster = ClusterSpec(8, gpu("a100"), measured)
     links = cluster.links_for(SHAPE, [Compressed(Quantize(8))])
     assert links.work[key] == Curve.linear(1, 2)

@@ -13,14 +13,14 @@ from commopt.cost import Speeds, cost, nominal_links
 from commopt.feedback import Layout
 from commopt.groups import TeamShape
 from commopt.schedule import Unit
-from commopt.schedule.rounds import largest_sum, mean_step_us
-from commopt.simulate import ClusterSpec, Network, Outcome, Stragglers, Workload, gpu, simulate_step, strategy
+from commopt.schedule.simulation import largest_sum, mean_step_us
+from commopt.simulate import ClusterSpec, NetworkSpec, SimulatedStep, Stragglers, Workload, gpu, simulate_step, strategy
 from tests.hook_training import Tower, seeded
 from tests.ranks import run
 from tests.test_local_sgd_deltas import NESTEROV, attached, train
 from tests.test_wire_bytes import counting
 
-CLUSTER = ClusterSpec(2, gpu("v100"), Network(10, 50))
+CLUSTER = ClusterSpec(2, gpu("v100"), NetworkSpec(10, 50))
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def workload() -> Workload:
     return Workload("handmade", units, Layout.of_parameters((name, (each,)) for name, each in numel.items()), 32)
 
 
-def simulated(average: LocalSGD, nodes: int = 3, stragglers: Stragglers | None = None) -> Outcome:
+def simulated(average: LocalSGD, nodes: int = 3, stragglers: Stragglers | None = None) -> SimulatedStep:
     shape = CLUSTER.shape(nodes)
     return simulate_step(workload(), average, shape, CLUSTER.links_for(shape, [average]), stragglers=stragglers)
 
@@ -96,8 +96,8 @@ def test_one_node_averages_gradients_and_waits_for_all_its_ranks() -> None:
 
 def test_the_presets_have_their_names() -> None:
     for name in ("diloco:period=50", "diloco:fragments=8:delay=1", "onebit_local:delay=4:fragments=4", "onebit_local"):
-        assert isinstance(strategy(name).candidates[0].build(), LocalSGD)
-    chosen = strategy("diloco:period=4:compressor=PowerSGD(matrix_rank=8)").candidates[0].build()
+        assert isinstance(strategy(name).choices[0].build(), LocalSGD)
+    chosen = strategy("diloco:period=4:compressor=PowerSGD(matrix_rank=8)").choices[0].build()
     assert chosen == LocalSGD(4, outer=NESTEROV, compressor=PowerSGD(8))
 
 

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 
 from commopt import Flat, Hierarchical, PowerSGD
 from commopt.aggregate import Aggregator
-from commopt.cost import Link, Links, cost, price
+from commopt.cost import LinkCost, Links, cost, price
 from commopt.errors import ConfigurationError
 from commopt.feedback import Layout
 from commopt.groups import TeamShape
 from commopt.schedule import SPARE, Costs, PriceTable, Unit, best_plan
 from commopt.simulate import (
     ClusterSpec,
-    Network,
+    NetworkSpec,
     Simulation,
     Stragglers,
     Workload,
@@ -35,9 +35,9 @@ from commopt.simulate import (
 )
 from tests.closed_forms import ring_over_nodes_us, sharded_us
 
-NETWORK = Network(10, 50, efficiency=1.0, trees=False)
+NETWORK = NetworkSpec(10, 50, efficiency=1.0, trees=False)
 CLUSTER = ClusterSpec(4, gpu("v100"), NETWORK)
-INTRA, NODE = Link(3, 1 / 50e3), Link(15, 8e-4)
+INTRA, NODE = LinkCost(3, 1 / 50e3), LinkCost(15, 8e-4)
 NUMEL = [300_000, 1_000, 2_000_000, 7_000_000, 50_000]
 
 
@@ -78,7 +78,7 @@ def test_buckets_by_hand() -> None:
     shape, links = links_for(aggregator, 2)
     groups = [[0, 1], [2, 3], [4]]
     found = simulate_step(workload(), aggregator, shape, links, buckets=names(groups), overhead_us=100.0)
-    inter = Link(15, 4 * 8e-4)
+    inter = LinkCost(15, 4 * 8e-4)
     time_us = [100 + sharded_us(4 * sum(NUMEL[i] for i in group), 2, 4, INTRA, inter) for group in groups]
     first = 14_000 + time_us[0]
     second = max(18_000, first) + time_us[1]

@@ -16,11 +16,11 @@ import pytest
 from commopt.errors import ConfigurationError
 from commopt.feedback import Layout
 from commopt.schedule import Unit
-from commopt.simulate import MODELS, Gpu, Workload, gpu, load, model, of_model
+from commopt.simulate import MODELS, GpuSpec, Workload, gpu, load, model, of_model
 from commopt.simulate.model_zoo import Model, Parameter
 from commopt.simulate.throughput import PUBLISHED, usual_efficiency
 
-SLOW = Gpu("slow", {"fp32": 1.0}, 1.0)  # a million FLOPs and a thousand bytes in a microsecond
+SLOW = GpuSpec("slow", {"fp32": 1.0}, 1.0)  # a million FLOPs and a thousand bytes in a microsecond
 SMALL = Model(
     "small",
     (

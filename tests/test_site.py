@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import commopt
-from commopt.cluster import Cluster
+from commopt.cluster import EmulatedCluster
 from examples import reference
 from tests.ranks import run
 
@@ -56,7 +56,7 @@ def environment(folder: Path, **variables: str) -> dict[str, str]:
 
 @pytest.fixture
 def _needs_cluster() -> None:
-    if missing := Cluster.missing():
+    if missing := EmulatedCluster.missing():
         pytest.skip(missing)
 
 
@@ -94,7 +94,7 @@ def test_two_machines_that_meet_by_name(tmp_path: Path) -> None:
     script = "\n".join(["set -e", train, *commands])
     (tmp_path / "bin").mkdir()
     variables = environment(tmp_path / "bin")
-    with Cluster(nodes=2, ranks_per_node=1, rate="none") as cluster:
+    with EmulatedCluster(nodes=2, ranks_per_node=1, rate="none") as cluster:
         machines = []
         for node in range(2):
             folder = tmp_path / f"node{node}"

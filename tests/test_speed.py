@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from commopt.cluster import Cluster
+from commopt.cluster import EmulatedCluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 
@@ -18,10 +18,10 @@ RATE = "50mbit"
 
 def median_us(tmp_path: Path, ranks_per_node: int, *arguments: str) -> dict[str, float]:
     """Run the bandwidth benchmark on two nodes; return the median time of each contender."""
-    if (reason := Cluster.missing(RATE)) is not None:
+    if (reason := EmulatedCluster.missing(RATE)) is not None:
         pytest.skip(reason)
     file = tmp_path / "bandwidth.json"
-    with Cluster(nodes=2, ranks_per_node=ranks_per_node, rate=RATE) as cluster:
+    with EmulatedCluster(nodes=2, ranks_per_node=ranks_per_node, rate=RATE) as cluster:
         command = ["-m", "commopt", "bandwidth", "-b", "1M", "-e", "1M", "-n", "11", "-w", "2", "--json", str(file)]
         done = cluster.run([*command, *arguments], timeout_s=300)
     assert done.returncode == 0, done.stderr

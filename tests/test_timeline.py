@@ -12,9 +12,9 @@ import pytest
 from commopt.errors import ConfigurationError
 from commopt.groups import WireBytes
 from commopt.recording import MessageRecord, Span
-from commopt.timeline import StepTimes, Timeline, TrafficOutside, analyse, report
+from commopt.timeline import StepBreakdown, Timeline, TrafficOutside, analyse, report
 from commopt.timeline.analysis import lateness_us
-from commopt.timeline.recordings import Segment, segments
+from commopt.timeline.recordings import StageInterval, stage_intervals
 from tests.timelines import training
 
 MS = 1000.0
@@ -23,20 +23,23 @@ MS = 1000.0
 def test_a_message_is_cut_into_stages_without_gaps() -> None:
     spans = (Span("intra", "reduce", 8, 12.0, 18.0), Span("inter", "all_reduce", 8, 18.0, 25.0))
     message = MessageRecord((0,), "a", 8, 9.0, 10.0, 30.0, spans)
-    assert segments(message, last_start_us=10.0) == [
-        Segment("local", 10.0, 12.0),
-        Segment("intra", 12.0, 18.0),
-        Segment("inter", 18.0, 25.0),
-        Segment("local", 25.0, 30.0),
+    assert stage_intervals(message, last_start_us=10.0) == [
+        StageInterval("local", 10.0, 12.0),
+        StageInterval("intra", 12.0, 18.0),
+        StageInterval("inter", 18.0, 25.0),
+        StageInterval("local", 25.0, 30.0),
     ]
-    assert segments(message, last_start_us=15.0)[:2] == [Segment("waiting", 10.0, 15.0), Segment("intra", 15.0, 18.0)]
-    assert segments(message, last_start_us=99.0) == [Segment("waiting", 10.0, 30.0)]
+    assert stage_intervals(message, last_start_us=15.0)[:2] == [
+        StageInterval("waiting", 10.0, 15.0),
+        StageInterval("intra", 15.0, 18.0),
+    ]
+    assert stage_intervals(message, last_start_us=99.0) == [StageInterval("waiting", 10.0, 30.0)]
 
 
 def test_an_even_step_by_hand() -> None:
     # Forward 10 ms, a bucket every 5, messages of 6: ready at 15 and 20, on the lane from 15 to 21 and from 21 to 27.
     found = analyse(training(ranks=2, buckets=2))
-    assert found.mean == StepTimes(27 * MS, 20 * MS, 5 * MS, 0, 7 * MS, 0)
+    assert found.mean == StepBreakdown(27 * MS, 20 * MS, 5 * MS, 0, 7 * MS, 0)
     assert found.mean.communication_us == 12 * MS
     assert (found.mean.hidden_transfer_us, found.mean.exposed_transfer_us) == (5 * MS, 7 * MS)
     assert [rank.times for rank in found.ranks] == [found.mean] * 2
@@ -53,8 +56,8 @@ def test_a_late_rank_by_hand() -> None:
     # Rank 1 needs 3 ms more for its second bucket: rank 0 starts at 21 and waits until 23; both are done at 29.
     found = analyse(training(ranks=2, buckets=2, delay_us=lambda step, rank, bucket: 3 * MS * (rank == bucket == 1)))
     quick, slow = found.ranks
-    assert quick.times == StepTimes(29 * MS, 20 * MS, 5 * MS, 0, 9 * MS, 2 * MS)
-    assert slow.times == StepTimes(29 * MS, 23 * MS, 6 * MS, 0, 6 * MS, 0)
+    assert quick.times == StepBreakdown(29 * MS, 20 * MS, 5 * MS, 0, 9 * MS, 2 * MS)
+    assert slow.times == StepBreakdown(29 * MS, 23 * MS, 6 * MS, 0, 6 * MS, 0)
     assert (quick.late_us, slow.late_us) == (0, 3 * MS)
     assert found.last_exposed_us == 6 * MS
     assert found.buckets[1].ready_us == 23 * MS
@@ -103,7 +106,7 @@ def test_parts_add_up_and_odd_steps_do_not_count() -> None:
 
 
 def test_no_step_is_an_error() -> None:
-    with pytest.raises(ConfigurationError, match="switch recording on"):
+    with pytest.raises(ConfigurationError, match="enable recording"):
         analyse(Timeline((0,), (0,), (0.0,), ()))
 
 

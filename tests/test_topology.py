@@ -65,12 +65,12 @@ def test_ranks_per_node_makes_blocks() -> None:
         (
             6,
             4,
-            "6 is not a multiple of ranks_per_node 4; pass ranks_per_node=3, or leave it out to ask the hosts",
+            "6 is not a multiple of ranks_per_node 4; pass ranks_per_node=3, or leave it out to use the real hosts",
         ),
         (
             2,
             8,
-            "2 is not a multiple of ranks_per_node 8; pass ranks_per_node=2, or leave it out to ask the hosts",
+            "2 is not a multiple of ranks_per_node 8; pass ranks_per_node=2, or leave it out to use the real hosts",
         ),
         (7, 3, "pass ranks_per_node=1"),
         (4, 0, "ranks_per_node 0 is not a positive number"),

@@ -150,7 +150,7 @@ def test_a_machine_without_gpu_from_the_shell(tmp_path: Path) -> None:
         (["show"], "show needs a file"),
         (["show", "x", "--root", "/y"], "give one of them"),
         (["look"], "invalid choice"),
-        (["--root", "{folder}/absent"], "is no folder"),
+        (["--root", "{folder}/absent"], "is not a folder"),
         (["--root", "{folder}", "--plot", "{folder}/machine.doc"], ".svg, .png, .pdf"),
         (["--root", "{folder}", "--plot", "{folder}/absent/machine.svg"], "No such file"),
     ],

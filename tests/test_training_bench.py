@@ -20,7 +20,7 @@ from bench.training import measure, report
 from bench.training.measure import steps_until_look
 from bench.training.report import Environment, Look, Outcome
 from bench.training.strategies import parse_options
-from commopt.cluster import Cluster
+from commopt.cluster import EmulatedCluster
 
 ROOT = Path(__file__).parents[1]
 
@@ -170,11 +170,11 @@ def test_benchmark_on_local_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.cluster
 def test_benchmark_counts_bytes_between_nodes(tmp_path: Path) -> None:
-    if missing := Cluster.missing("1gbit"):
+    if missing := EmulatedCluster.missing("1gbit"):
         pytest.skip(missing)
     options = ["--strategies", "ddp,hierarchical", "--seconds", "1", "--json", str(tmp_path / "out.json")]
     larger = [*TINY, "--turns", "2", "--layers", "4", "--width", "128"]  # gradients outweigh messages around them
-    with Cluster(nodes=2, ranks_per_node=2, rate="1gbit") as cluster:
+    with EmulatedCluster(nodes=2, ranks_per_node=2, rate="1gbit") as cluster:
         result = cluster.run(["-m", "bench.training", *options, *larger], timeout_s=300)
     assert result.returncode == 0, result.stderr
     environment, (stock, hierarchical) = report.read(tmp_path / "out.json")
@@ -198,11 +198,11 @@ def test_benchmark_counts_bytes_between_nodes(tmp_path: Path) -> None:
 def test_sharded_models_send_what_is_predicted(
     tmp_path: Path, parallel: str, compressed: str, most_of_stock: float
 ) -> None:
-    if missing := Cluster.missing("1gbit"):
+    if missing := EmulatedCluster.missing("1gbit"):
         pytest.skip(missing)
     options = ["--parallel", parallel, "--strategies", f"{parallel},{compressed}", "--seconds", "1"]
     larger = ["--json", str(tmp_path / "out.json"), *TINY, "--layers", "4", "--width", "128"]
-    with Cluster(nodes=2, ranks_per_node=2, rate="1gbit") as cluster:
+    with EmulatedCluster(nodes=2, ranks_per_node=2, rate="1gbit") as cluster:
         result = cluster.run(["-m", "bench.training", *options, *larger], timeout_s=300)
     assert result.returncode == 0, result.stderr
     environment, (stock, ours) = report.read(tmp_path / "out.json")
@@ -249,7 +249,7 @@ def test_demo_emulates_nodes_where_it_can_and_else_says_why_not(
 
     monkeypatch.delenv("COMMOPT_RANKS_PER_NODE", raising=False)
     monkeypatch.setattr(os, "execve", execve)
-    monkeypatch.setattr(Cluster, "missing", staticmethod(lambda rate: missing))
+    monkeypatch.setattr(EmulatedCluster, "missing", staticmethod(lambda rate: missing))
     monkeypatch.setattr(sys, "argv", ["bench.demo", "--output", str(tmp_path / "demo"), "--seconds", "7"])
     with pytest.raises(Became) as became:
         demo.main()

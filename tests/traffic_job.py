@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 
 import commopt
-from commopt.cluster import Traffic, traffic
+from commopt.cluster import LinkTraffic, traffic
 
 NUMEL = 1 << 20  # 4 MiB of float32
 REPEATS = 4
 COUNTS = 2
 
 
-def count(comm: commopt.Communicator, x: torch.Tensor, aggregator: commopt.Aggregator) -> Traffic:
+def count(comm: commopt.Communicator, x: torch.Tensor, aggregator: commopt.Aggregator) -> LinkTraffic:
     """Return what this rank's node sent for REPEATS all_reduces of `x`; collective."""
     dist.barrier()
     before = traffic()

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the machines are: a leaf package of standard-library Python that knows nothing of torch or commopt.
+"""The topology of machines. Needs only Python's standard library, neither torch nor commopt.
 
 python -m topology                  this machine; also: show FILE, --json, --plot FILE
 
 machine = topology.discover()       or topology.read("topo.xml"), of NCCL's XML or `nvidia-smi topo -m`
 topology.nearest_nics(machine, 0)   of the first GPU, and how far they are
 
-Readers, facts and pictures are loaded when they are used.
+Readers, queries and pictures are imported when first used.
 """
 
 from importlib import import_module

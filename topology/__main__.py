@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m topology`: what this machine is, or what a recorded topology says."""
+"""`python -m topology`: show this machine, or a recorded topology."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from topology.text import as_json, as_text
 _LONGEST = 600
 
 
-class _Parser(argparse.ArgumentParser):
+class _OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """One line, as for every other refused input."""
+        """Print one line, as for all refused input, and exit."""
         self.exit(2, f"{self.prog}: {_one_line(message)}; see {self.prog} --help\n")
 
 
@@ -32,9 +32,9 @@ def _one_line(text: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = _OneLineParser(
         prog="python -m topology",
-        description="Show GPUs, network cards and how they are connected: of this machine, or of a recorded topology.",
+        description="Show GPUs, network cards and their connections, of this machine or of a recorded topology.",
         epilog="Exit status: 0, or 2 with one line on stderr when the input is refused.",
     )
     parser.add_argument("command", nargs="?", choices=["show"], help="show a file instead of this machine")
@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status."""
+    """Run the command and return the exit status."""
     parser = _parser()
     options = parser.parse_intermixed_args(arguments)
     if options.command and options.file is None:
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         _run(options)
         sys.stdout.flush()
-    except BrokenPipeError:  # `| head` has seen enough; Python would complain once more at exit
+    except BrokenPipeError:  # after `| head`; Python would complain again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     except TopologyError as error:
         return _refused(str(error))
@@ -77,16 +77,16 @@ def _run(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(as_json(topology), indent=2))
     else:
-        if isinstance(sys.stdout, io.TextIOWrapper):  # file names may hold what a terminal's encoding cannot
+        if isinstance(sys.stdout, io.TextIOWrapper):  # file names may not fit a terminal's encoding
             sys.stdout.reconfigure(errors="replace")
         print(*as_text(topology), sep="\n")
 
 
 def _draw(topology: Topology, path: Path) -> None:
-    """Name the file when it cannot be written; an error of a write itself, as on a full disk, does not."""
+    """Draw into a file. Raises TopologyError with the file's name if it cannot be written."""
     from topology.picture import draw
 
-    if path.is_fifo():  # which would block until somebody reads it
+    if path.is_fifo():  # writing would block until another process reads
         raise TopologyError(f"{path} cannot be written: it is a pipe; pass the name of a file")
     try:
         draw(topology, path)
@@ -99,7 +99,7 @@ def _draw(topology: Topology, path: Path) -> None:
 
 def _machine(root: Path) -> Topology:
     if not root.is_dir():
-        raise TopologyError(f"{root}: is no folder; pass the folder that holds the machine's sys and proc")
+        raise TopologyError(f"{root}: is not a folder; pass the folder with the machine's sys and proc")
     return discover(root)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which machine is this process on, and which ranks share one: what NCCL goes by, read without NCCL."""
+"""The machine of each process, and the ranks that share one, by NCCL's rules but without NCCL."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class HostIdentity:
-    """What one process reports about its machine; equal `node_key` means same machine."""
+    """Identity of a process's machine. Processes with equal `node_key` are on the same machine."""
 
     hostname: str
     boot_id: str
@@ -21,19 +21,22 @@ class HostIdentity:
 
     @property
     def node_key(self) -> tuple[str, ...]:
-        """Identify the machine as NCCL does: NCCL_HOSTID replaces host name and boot id when it is set."""
+        """The machine's key, as in NCCL: NCCL_HOSTID if it is set, otherwise host name and boot id."""
         return (self.nccl_hostid,) if self.nccl_hostid else (self.hostname, self.boot_id)
 
     def as_dict(self) -> dict[str, str | int | None]:
-        """Return plain values that survive JSON."""
+        """Return plain values for JSON."""
         return asdict(self)
 
 
 def read_host_identity(environ: Mapping[str, str] = os.environ, root: Path = Path("/")) -> HostIdentity:
-    """Read this process's identity; `root` redirects the file reads to a fixture tree."""
+    """Return this process's identity.
+
+    root: folder with recorded files to read instead of the machine's.
+    """
     try:
         boot_id = (root / "proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:  # not Linux, or a hardened container: the host name alone has to do
+    except OSError:  # not Linux, or a hardened container: only the host name is known
         boot_id = ""
     local_rank = environ.get("LOCAL_RANK", "")
     return HostIdentity(
@@ -48,8 +51,12 @@ def read_host_identity(environ: Mapping[str, str] = os.environ, root: Path = Pat
 class Cluster:
     """Ranks 0..world_size-1 of one group, sorted into nodes.
 
-    Nodes are ordered by their smallest rank; inside a node ranks are ordered by local rank, so that equal
-    positions on different nodes are equal GPUs (and rails).
+    Nodes are ordered by their smallest rank. Ranks of a node are ordered by local rank, so that equal positions on
+    different nodes are equal GPUs (and rails).
+
+    nodes: ranks of each node.
+    names: name of each node.
+    emulated: whether blocks of ranks were declared to be nodes.
     """
 
     nodes: tuple[tuple[int, ...], ...]
@@ -58,7 +65,7 @@ class Cluster:
 
     @classmethod
     def from_hosts(cls, hosts: Sequence[HostIdentity], emulated: bool = False) -> Cluster:
-        """Group ranks by the machine they reported; `hosts[rank]` is rank's identity."""
+        """Group ranks by machine; `hosts[rank]` is the identity of each rank's machine."""
         members: dict[tuple[str, ...], list[int]] = {}
         for rank, host in enumerate(hosts):
             members.setdefault(host.node_key, []).append(rank)
@@ -68,9 +75,9 @@ class Cluster:
 
     @classmethod
     def from_ranks_per_node(cls, world_size: int, ranks_per_node: int) -> Cluster:
-        """Declare consecutive blocks of ranks to be nodes, whatever machine they run on.
+        """Declare consecutive blocks of ranks to be nodes, regardless of their machines.
 
-        Raises ValueError when the blocks do not fill the world exactly.
+        Raises ValueError unless the blocks fill the world exactly.
         """
         if ranks_per_node < 1:
             raise ValueError(f"ranks_per_node {ranks_per_node} is not a positive number; pass at least 1")
@@ -78,7 +85,7 @@ class Cluster:
             best = max(d for d in range(1, min(ranks_per_node, world_size) + 1) if world_size % d == 0)
             raise ValueError(
                 f"world_size {world_size} is not a multiple of ranks_per_node {ranks_per_node}; "
-                f"pass ranks_per_node={best}, or leave it out to ask the hosts"
+                f"pass ranks_per_node={best}, or leave it out to use the real hosts"
             )
         starts = range(0, world_size, ranks_per_node)
         nodes = tuple(tuple(range(start, start + ranks_per_node)) for start in starts)
@@ -91,7 +98,7 @@ class Cluster:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """All ranks, node after node: the order in which a ring crosses each node boundary once."""
+        """All ranks, node by node: a ring in this order crosses each node boundary once."""
         return tuple(rank for node in self.nodes for rank in node)
 
     @property

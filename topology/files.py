@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One door for files: recognises what kind of topology a file holds."""
+"""Reads topology files of any supported format."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WEB_PAGE = re.compile(r"\s*</?(?:details|summary|pre|code|p|div|br)\b", re.IGNO
 def read(path: str | Path) -> Topology:
     """Read NCCL topology XML (dump or template), or the output of `nvidia-smi topo -m`, which may be inside other text.
 
-    Raises TopologyError, with one line for a person, for everything else: also for a file that is absent, not a plain
+    Raises TopologyError, with a message of one line, for anything else: also for a file that is absent, not a plain
     file, larger than 16 MiB, or binary.
     """
     source = str(path)
@@ -33,7 +33,7 @@ def read(path: str | Path) -> Topology:
             f"{source}: is a binary file; expected NCCL topology XML or the output of `nvidia-smi topo -m`"
         )
     if "<system" in text:
-        raise TopologyError(f"{source}: has other text around NCCL's XML; keep what is from <system to </system>")
+        raise TopologyError(f"{source}: has other text around NCCL's XML; keep the part from <system to </system>")
     return read_matrix(text, source)
 
 
@@ -55,6 +55,6 @@ def _reason(error: OSError | ValueError) -> str:
 
 
 def _decoded(data: bytes) -> str:
-    """UTF-8, or UTF-16 with its mark, as Windows writes a redirected output."""
+    """Return text of UTF-8, or of UTF-16 with its mark, as Windows writes redirected output."""
     utf16 = data.startswith((b"\xff\xfe", b"\xfe\xff"))
     return data.decode("utf-16" if utf16 else "utf-8-sig", errors="replace")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small files of /sys and /proc, and the notations in them. What cannot be read is None."""
+"""Reads small files of /sys and /proc and their notations. Unreadable values are None."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def text(file: Path) -> str | None:
-    """The content without surrounding blanks; None when absent or unreadable (the speed of a dead link is EINVAL)."""
+    """Return the content without surrounding blanks; None if unreadable (the speed of a dead link is EINVAL)."""
     try:
         return file.read_text().strip()
     except (OSError, ValueError):
@@ -17,7 +17,7 @@ def text(file: Path) -> str | None:
 
 
 def number(file: Path) -> int | None:
-    """The whole number in a file, decimal or 0x."""
+    """Return the whole number in a file, decimal or 0x; None if there is none."""
     try:
         return int(text(file) or "", 0)
     except ValueError:
@@ -25,7 +25,7 @@ def number(file: Path) -> int | None:
 
 
 def names(folder: Path) -> list[str]:
-    """The entries of a folder, sorted; empty when there is no such folder."""
+    """Return the sorted entries of a folder; empty if there is no such folder."""
     try:
         return sorted(entry.name for entry in folder.iterdir())
     except OSError:
@@ -33,7 +33,7 @@ def names(folder: Path) -> list[str]:
 
 
 def link_target(entry: Path) -> str:
-    """Where a link leads, as it is written (a copy of /sys keeps its links but may lack their ends); "" for no link."""
+    """Return the target of a link as written (a copy of /sys may lack the targets); "" if it is not a link."""
     try:
         return str(entry.readlink())
     except OSError:
@@ -41,7 +41,7 @@ def link_target(entry: Path) -> str:
 
 
 def cpu_list(content: str | None) -> tuple[int, ...] | None:
-    """The CPUs of "0-3,8"; None when it is no such list."""
+    """Return the CPUs of "0-3,8"; None for any other text."""
     if content is None or not re.fullmatch(r"\d{1,5}(-\d{1,5})?(,\d{1,5}(-\d{1,5})?)*", content):
         return None
     ends = [part.split("-") for part in content.split(",")]
@@ -49,7 +49,7 @@ def cpu_list(content: str | None) -> tuple[int, ...] | None:
 
 
 def ranges(numbers: Collection[int]) -> str:
-    """The list of some CPUs as the kernel writes it: "0-3,8"."""
+    """Return a list of CPUs in the kernel's form: "0-3,8"."""
     ordered, members = sorted(numbers), set(numbers)
     starts = [number for number in ordered if number - 1 not in members]
     ends = [number for number in ordered if number + 1 not in members]
@@ -57,7 +57,7 @@ def ranges(numbers: Collection[int]) -> str:
 
 
 def fields(content: str | None) -> dict[str, str]:
-    """The first value of each "key : value" line."""
+    """Return the first value of each "key : value" line."""
     found: dict[str, str] = {}
     for line in (content or "").splitlines():
         key, colon, value = line.partition(":")

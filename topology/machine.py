@@ -14,14 +14,16 @@ from topology.sysfs import read_sysfs
 from topology.xml_reader import read_nccl_xml
 
 VIRTUAL_TOPOLOGY = "var/run/nvidia-topologyd/virtualTopology.xml"
-"""Where cloud images leave the topology that a virtual machine hides; NCCL reads it when NCCL_TOPO_FILE is unset."""
+"""Cloud images keep the topology that a virtual machine hides here; NCCL reads it if NCCL_TOPO_FILE is unset."""
 
 
 def discover(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Topology:
-    """Find out what this machine is. Raises nothing: what cannot be read is None, or a warning.
+    """Return the topology of this machine. Raises nothing: unreadable facts are None, or cause a warning.
 
-    As in NCCL, the file of NCCL_TOPO_FILE (or of VIRTUAL_TOPOLOGY) wins over the system's own files, which then fill in
-    what it leaves open. `root` leads all reads to a copy of another machine's files; then NVML is not asked.
+    As in NCCL, the file of NCCL_TOPO_FILE (or VIRTUAL_TOPOLOGY) takes precedence over the system's own files, which
+    then supply missing facts.
+
+    root: folder with a copy of another machine's files, to read instead; NVML is then not used.
     """
     seen = read_sysfs(root)
     if root == Path("/"):
@@ -33,7 +35,7 @@ def discover(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) ->
     try:
         given = read_nccl_xml(file.read_bytes(), str(file))
     except OSError as error:
-        why = f"cannot be read ({error.strerror}): NCCL goes on without it"
+        why = f"cannot be read ({error.strerror}): NCCL continues without it"
         return replace(seen, warnings=(*seen.warnings, f"NCCL_TOPO_FILE={named} {why}" if named else f"{file} {why}"))
     except TopologyError as error:
         return replace(seen, warnings=(*seen.warnings, f"the topology file that NCCL reads is refused: {error}"))
@@ -45,7 +47,7 @@ def _below(root: Path, named: str) -> Path:
 
 
 def _completed(given: Topology, seen: Topology, source: str) -> Topology:
-    """`given`, with the facts about the same devices that only `seen` has."""
+    """Return `given` with missing facts about its devices from `seen`."""
     gpus = {gpu.busid: gpu for gpu in seen.gpus}
     ports: dict[str | None, list[Nic]] = {}
     for nic in seen.nics:
@@ -71,12 +73,12 @@ def _gpu(given: Gpu, seen: Gpu) -> Gpu:
 
 
 def _ports(given: Nic, seen: list[Nic]) -> list[Nic]:
-    """The ports of a card that the file only has as a PCI device; otherwise the file's own port."""
+    """Return the ports of a card that the file has only as a PCI device; otherwise the file's own port."""
     return [replace(port, numa=given.numa) for port in seen] if seen and given.name == given.busid else [given]
 
 
 def _nvlinks(given: Topology, seen: Topology) -> tuple[NvLinks, ...] | None:
-    """The driver's NVLinks in the file's order of GPUs; None unless the driver told about all of them."""
+    """Return the driver's NVLinks in the file's order of GPUs; None unless the driver knows all of them."""
     places = {gpu.busid: place for place, gpu in enumerate(given.gpus)}
     if seen.nvlinks is None or set(places) - {gpu.busid for gpu in seen.gpus}:
         return None

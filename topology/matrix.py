@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The matrix that `nvidia-smi topo -m` prints, read into the model.
+"""Reads the matrix of `nvidia-smi topo -m`.
 
-It states distances and numbers of NVLinks, and nothing about PCIe switches, bus ids or the speed of a NIC.
+It contains distances and numbers of NVLinks, but no PCIe switches, bus ids or speeds of NICs.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections import defaultdict
 from itertools import combinations, islice
 
 from topology.kernel_files import cpu_list
-from topology.matrix_lines import CPUS, LONGEST_LINE, NUMA, TITLES, Header, Row, parse_header, parse_row
+from topology.matrix_lines import CPUS, LONGEST_LINE, NUMA, TITLES, MatrixHeader, MatrixRow, parse_header, parse_row
 from topology.model import Cpu, Distance, Gpu, Nic, NvLinks, Topology, TopologyError, shown
 
 _COLOUR = re.compile(r"(?:\x1b|\\x1b|\\u001b|\\033|\\e|\^\[|\u241b)?\[[0-9;]{0,8}m")
 _INVISIBLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\u200b\u200c\u200d\ufeff]")
 # Notebooks, JSON and programs write tabs and line ends as \t and \n, with quotation marks before the real line end.
 _LINE_END = re.compile(r"""(?:\\n[\\"', ]{0,4})?(?:\r\n|\r|\n)|\\n""")
-# People write more behind a name ("NIC0: mlx5_0 -> ib0"), or several NICs in a line. Words are no names then.
+# Users add text after a name ("NIC0: mlx5_0 -> ib0"), or put several NICs in a line. Plain words are then not names.
 _NIC_LEGEND = re.compile(
     r"(?<!\S)(NIC[0-9]{1,4})\s{0,4}(?:[:=]|->|\u2192)\s{0,8}(?:([\w.:-]{1,80})\s*$"
     r"|(\w[\w.:-]{0,60}?[0-9][\w.:-]{0,20}?)(?=[\s,;()]|$))"
@@ -41,7 +41,7 @@ _MESSAGES = {
 }
 NO_LEGEND = "no whole legend below: a matrix of PCIe alone, which hides NVLinks, would look the same"
 MOST_LINKS = 18
-"""Of one GPU, up to and with Blackwell."""
+"""Largest number of NVLinks of one GPU, up to Blackwell."""
 MOST_LINKS_TO_EACH_OF_SEVERAL = 6
 """No board joins a GPU directly to two or more others with more links than this to each."""
 
@@ -49,10 +49,10 @@ MOST_LINKS_TO_EACH_OF_SEVERAL = 6
 def read_matrix(text: str, source: str) -> Topology:
     """Read the first connection matrix in `text`; `source` names it in messages.
 
-    It is looked for in the first four million characters, and 50,000 lines about a GPU. NICs are called as in the
-    legend, or by their columns where there is none; their speeds are None. `stated` calls devices "GPU0", "GPU1", ...
-    and "NIC0", "NIC1", ... by their places in `gpus` and `nics`. What the text lacks is None, and `warnings` say so.
-    Raises TopologyError where there is no such matrix, saying what there is instead.
+    The search covers the first four million characters and 50,000 lines about a GPU. NICs have the names of the legend,
+    or of their columns without a legend; their speeds are None. `stated` labels devices "GPU0", "GPU1", ... and "NIC0",
+    "NIC1", ... by their index in `gpus` and `nics`. Missing facts are None and cause a warning. Raises TopologyError if
+    there is no such matrix; the message describes the text instead.
     """
     text = text[:_MOST_CHARACTERS]
     if not re.search("GPU[0-9]", text):
@@ -60,7 +60,7 @@ def read_matrix(text: str, source: str) -> Topology:
     lines = _LINE_END.split(_INVISIBLE.sub("", _COLOUR.sub("", text)).replace("\\t", "\t"))
     warnings: list[str] = []
     header, end, found = _first_matrix(lines, source, warnings)
-    rows = _keep(header, found, warnings)
+    rows = _valid_rows(header, found, warnings)
     labels = [label for label in header.columns if label.startswith("GPU")]
     present = [label for label in labels if label in rows]
     if not present:
@@ -87,8 +87,8 @@ def read_matrix(text: str, source: str) -> Topology:
     )
 
 
-def _first_matrix(lines: list[str], source: str, warnings: list[str]) -> tuple[Header, int, list[Row]]:
-    """The header of the first matrix, the line below it, and its rows."""
+def _first_matrix(lines: list[str], source: str, warnings: list[str]) -> tuple[MatrixHeader, int, list[MatrixRow]]:
+    """Return the header of the first matrix, the end of the lines below it, and its rows."""
     mentions = islice(((number, line) for number, line in enumerate(lines, 1) if "GPU" in line), _MOST_MENTIONS)
     headers = list(islice(filter(None, (parse_header(number, line) for number, line in mentions)), _MOST_HEADERS))
     next_lines = [*(header.line - 1 for header in headers[1:]), len(lines)]
@@ -113,20 +113,20 @@ def _first_matrix(lines: list[str], source: str, warnings: list[str]) -> tuple[H
     for row in rows:
         if row.line < len(lines) and _CELLS_ALONE.fullmatch(lines[row.line]):
             raise TopologyError(
-                f"{source}:{row.line + 1}: the row of {row.label} goes on in another line: the matrix was wrapped by a "
-                "narrow window; save the output of `nvidia-smi topo -m` to a file"
+                f"{source}:{row.line + 1}: the row of {row.label} continues in another line: the matrix was wrapped by "
+                "a narrow window; save the output of `nvidia-smi topo -m` to a file"
             )
     return header, end, rows
 
 
-def _is_headless(found: list[tuple[Header, int, list[Row]]], number: int, line: str) -> bool:
+def _is_headless(found: list[tuple[MatrixHeader, int, list[MatrixRow]]], number: int, line: str) -> bool:
     return _HEADLESS.match(line) is not None and not any(header.line < number <= end for header, end, _ in found)
 
 
-def _hides_nvlink(header: Header, lines: list[str], end: int) -> bool | None:
-    """Whether `topo -mp` wrote it: the command stands above, or the legend has no line about NVLink.
+def _hides_nvlink(header: MatrixHeader, lines: list[str], end: int) -> bool | None:
+    """Return whether `topo -mp` wrote the matrix: by the command above, or by a legend without NVLink.
 
-    None where neither the command nor a whole legend is there.
+    None if there is neither the command nor a whole legend.
     """
     commands = [match[1] for line in lines[max(0, header.line - 4) : header.line] for match in _COMMAND.finditer(line)]
     if commands:
@@ -139,8 +139,8 @@ def _hides_nvlink(header: Header, lines: list[str], end: int) -> bool | None:
     return True if any(re.search(r"\bPIX\s+=", line) for line in below) else None
 
 
-def _cells(columns: tuple[str, ...], rows: dict[str, Row], warnings: list[str]) -> dict[tuple[str, str], str]:
-    """Cells of pairs by label in the order of the columns: from either row, where both do not contradict."""
+def _cells(columns: tuple[str, ...], rows: dict[str, MatrixRow], warnings: list[str]) -> dict[tuple[str, str], str]:
+    """Return the cells by pairs of labels in the order of columns, from either row unless the two contradict."""
 
     def cell(label: str, column: int) -> str | None:
         row = rows.get(label)
@@ -180,7 +180,7 @@ def _nvlinks(
     links = nvlinks_of_cells(counts, len(labels))
     if any(link.kind == "unknown" for link in links):
         warnings.append(
-            "two GPUs with this many NVLinks may be on a bridge or on NVSwitches, which a matrix does not tell"
+            "two GPUs with this many NVLinks may be on a bridge or on NVSwitches, which a matrix does not show"
         )
     # Switches serve all their GPUs alike; direct links of pairs that are not shown cannot be known.
     switched = {link.gpu for link in links if link.kind == "switch"}
@@ -194,16 +194,16 @@ def _nvlinks(
     return links
 
 
-def _gpu(label: str, row: Row | None, nodes: dict[str, int]) -> Gpu:
+def _gpu(label: str, row: MatrixRow | None, nodes: dict[str, int]) -> Gpu:
     affinity = row.affinity if row is not None else {}
     return Gpu(int(label[3:]), None, nodes.get(affinity.get(NUMA, "")), affinity=affinity.get(CPUS))
 
 
-def _nodes(rows: list[Row]) -> dict[str, int]:
-    """The NUMA node of each NUMA Affinity.
+def _nodes(rows: list[MatrixRow]) -> dict[str, int]:
+    """Return the NUMA node of each NUMA Affinity.
 
-    Where the memory of GPUs counts as nodes (Grace), it is a list, "0,3-9,11-17", that begins with the node of the
-    processor. It is taken where each list belongs to one set of CPUs, which tells the processors apart.
+    If the memory of GPUs counts as nodes (Grace), the value is a list, "0,3-9,11-17", that begins with the processor's
+    node. That node is used if each list belongs to one set of CPUs.
     """
     cpus: dict[str, set[str]] = {}
     for row in rows:
@@ -219,7 +219,7 @@ def _nodes(rows: list[Row]) -> dict[str, int]:
 
 
 def _cpu_numbers(cpus: str) -> tuple[int, ...] | None:
-    """The CPUs of "0-31,64-95"; None for what no machine has."""
+    """Return the CPUs of "0-31,64-95"; None for implausible numbers."""
     plausible = len(cpus) <= 2048 and all(int(number) < 8192 for number in re.findall("[0-9]{1,6}", cpus))
     return cpu_list(cpus) if plausible else None
 
@@ -228,8 +228,8 @@ def _is_node(numa: str) -> bool:
     return numa.isdecimal() and len(numa) < 6
 
 
-def _cpus(rows: list[Row], nodes: dict[str, int], warnings: list[str]) -> tuple[Cpu, ...]:
-    """NUMA nodes that have a GPU, with CPUs where the rows agree on them."""
+def _cpus(rows: list[MatrixRow], nodes: dict[str, int], warnings: list[str]) -> tuple[Cpu, ...]:
+    """Return the NUMA nodes with GPUs, with their CPUs if the rows agree on them."""
     affinity: dict[int, dict[str, str]] = {}
     lists: list[str] = []
     unknown = False
@@ -258,19 +258,19 @@ def _cpus(rows: list[Row], nodes: dict[str, int], warnings: list[str]) -> tuple[
 
 
 def nvlinks_of_cells(cells: dict[tuple[int, int], int], gpus: int) -> tuple[NvLinks, ...]:
-    """NVLinks of all of a matrix's GPUs from the counts of pairs (by place, each pair once)."""
+    """Return the NVLinks of all GPUs of a matrix from the counts of pairs (by index, each pair once)."""
     by_gpu: dict[int, dict[int, int]] = defaultdict(dict)
     for (a, b), count in cells.items():
         by_gpu[a][b] = by_gpu[b][a] = count
     switched = {gpu for gpu, counts in by_gpu.items() if _needs_switch(list(counts.values()))}
-    # Whoever a switch reaches is on a switch, also where too few of its own cells are known.
+    # Peers of a switched GPU are on a switch too, even if too few of their own cells are known.
     switched |= {peer for gpu in switched for peer in by_gpu[gpu]}
     links: list[NvLinks] = []
     for gpu, counts in sorted(by_gpu.items()):
         if gpu in switched:
             links.append(NvLinks(gpu, None, max(counts.values()), kind="switch"))
         else:
-            # Two GPUs alone with many links: a bridge between them, or two GPUs of a machine with NVSwitches.
+            # Only two GPUs, with many links: a bridge between them, or two GPUs of a machine with NVSwitches.
             either = gpus == 2 and max(counts.values()) >= MOST_LINKS_TO_EACH_OF_SEVERAL
             for peer, count in sorted(counts.items()):
                 links.append(NvLinks(gpu, peer, count, kind="unknown" if either else "gpu"))
@@ -281,26 +281,26 @@ def _needs_switch(counts: list[int]) -> bool:
     return sum(counts) > MOST_LINKS or (len(counts) > 1 and min(counts) > MOST_LINKS_TO_EACH_OF_SEVERAL)
 
 
-def _rows(header: Header, lines: list[str], end: int) -> list[Row]:
+def _rows(header: MatrixHeader, lines: list[str], end: int) -> list[MatrixRow]:
     below = enumerate(lines[header.line : end], header.line + 1)
     return [row for number, line in below if (row := parse_row(header, number, line))]
 
 
-def _is_foreign(rows: list[Row]) -> bool:
-    """Words instead of connections in every row, as `topo -p2p` and other vendors' tools write them."""
+def _is_foreign(rows: list[MatrixRow]) -> bool:
+    """Return whether rows have other words than connections, as in `topo -p2p` and other vendors' tools."""
     connected = any(cell not in (None, "X") for row in rows for cell in row.cells)
-    return not connected and any(row.strange for row in rows)
+    return not connected and any(row.unknown_words for row in rows)
 
 
-def _keep(header: Header, rows: list[Row], warnings: list[str]) -> dict[str, Row]:
-    """Rows that can be trusted, by label; `warnings` gets a sentence for everything else."""
+def _valid_rows(header: MatrixHeader, rows: list[MatrixRow], warnings: list[str]) -> dict[str, MatrixRow]:
+    """Return the valid rows by label; `warnings` gets a sentence for every other."""
 
-    def labels(rows: list[Row]) -> str:
+    def labels(rows: list[MatrixRow]) -> str:
         return ", ".join(row.label for row in rows[:8]) + (", ..." if len(rows) > 8 else "")
 
-    kept: dict[str, Row] = {}
-    orphans: list[Row] = []
-    repeated: list[Row] = []
+    kept: dict[str, MatrixRow] = {}
+    orphans: list[MatrixRow] = []
+    repeated: list[MatrixRow] = []
     if header.fused:
         warnings.append(f"line {header.line}: fused header labels were split")
     titles = [name for name in header.affinity if name not in TITLES]
@@ -317,17 +317,18 @@ def _keep(header: Header, rows: list[Row], warnings: list[str]) -> dict[str, Row
         if any((cell == "X") != (place == own) for place, cell in enumerate(row.cells)):
             warnings.append(f"line {row.line}: X is not in the column of {row.label}, so cells are missing: left out")
             continue
-        if row.strange:
-            warnings.append(f"line {row.line}: {shown(', '.join(row.strange[:4]))} is no connection: taken as unknown")
+        if row.unknown_words:
+            words = shown(", ".join(row.unknown_words[:4]))
+            warnings.append(f"line {row.line}: {words} is no connection: taken as unknown")
         if len(row.cells) < len(header.columns):
             warnings.append(f"line {row.line}: {row.label} has {len(row.cells)} of {len(header.columns)} cells")
         if row.surplus:
             warnings.append(f"line {row.line}: {row.surplus} more cell(s) than the header has columns: left out")
         kept[row.label] = row
-    if unclear := [row for row in kept.values() if row.unclear]:
+    if ambiguous := [row for row in kept.values() if row.ambiguous]:
         warnings.append(
-            f"line {unclear[0].line}: the columns after the devices are not the header's in the row of "
-            f"{labels(unclear)}: affinity unknown where it cannot be told"
+            f"line {ambiguous[0].line}: the columns after the devices are not the header's in the row of "
+            f"{labels(ambiguous)}: affinity unknown where it cannot be told"
         )
     if orphans:
         warnings.append(f"line {orphans[0].line}: no column in the header for {labels(orphans)}: left out")
@@ -336,7 +337,7 @@ def _keep(header: Header, rows: list[Row], warnings: list[str]) -> dict[str, Row
     return kept
 
 
-def _nic_names(header: Header, below: list[str], warnings: list[str]) -> dict[str, str]:
+def _nic_names(header: MatrixHeader, below: list[str], warnings: list[str]) -> dict[str, str]:
     listed: dict[str, str] = {}
     lost: list[str] = []
     for line in below:
@@ -359,21 +360,21 @@ def _nic_names(header: Header, below: list[str], warnings: list[str]) -> dict[st
     return named
 
 
-def _refusal(source: str, lines: list[str], headers: list[Header], found: list[list[Row]]) -> TopologyError:
-    """Say what there is instead of a matrix."""
+def _refusal(source: str, lines: list[str], headers: list[MatrixHeader], found: list[list[MatrixRow]]) -> TopologyError:
+    """Return the error that describes a text without a matrix."""
     if found:
         row = found[0][0]
-        words = list(dict.fromkeys(word for row in found[0] for word in row.strange[:4]))
+        words = list(dict.fromkeys(word for row in found[0] for word in row.unknown_words[:4]))
         guess = "this is `nvidia-smi topo -p2p`" if _P2P_WORDS.issuperset(words) else "this is another table"
-        what = f":{row.line}: {shown(', '.join(words))} is no connection (NV#, PIX, PXB, PHB, NODE, SYS): {guess}"
+        problem = f":{row.line}: {shown(', '.join(words))} is no connection (NV#, PIX, PXB, PHB, NODE, SYS): {guess}"
     elif headers:
-        what = f":{headers[0].line}: the header of a matrix without rows below it: the text is cut"
+        problem = f":{headers[0].line}: the header of a matrix without rows below it: the text is cut"
     else:
-        what = _instead(lines)
-    return TopologyError(f"{source}{what}; save the output of `nvidia-smi topo -m`")
+        problem = _description_of(lines)
+    return TopologyError(f"{source}{problem}; save the output of `nvidia-smi topo -m`")
 
 
-def _instead(lines: list[str]) -> str:
+def _description_of(lines: list[str]) -> str:
     for number, line in enumerate(lines, 1):
         if ("|" in line or "\u2502" in line) and re.search(r"\bGPU[0-9]", line):
             return f":{number}: a table drawn with | is not the plain text of a matrix"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Single lines of the matrix of `nvidia-smi topo -m`: the header with its columns, and a device's row.
 
-People paste the matrix into scripts, logs and issues: it comes with comment signs, host names or times in front, and
-with labels that ran into each other.
+Users paste the matrix into scripts, logs and issues. Lines may begin with comment signs, host names or times, and
+labels may have run into each other.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ MOST_DEVICES = 256
 MOST_GPUS = 64
 LONGEST_LINE = 65_536
 
-# People shorten the titles when they set the table anew. What is no title known here is a column of its own.
+# Users shorten the titles when they format the table again. An unknown title is a column of its own.
 _TITLE = re.compile(
     r"(?P<gpu>GPU[ \t_]{1,3}NUMA(?:[ \t_]{1,3}(?:ID|node))?\b)|(?P<numa>NUMA(?:[ \t_-]{0,3}(?:affinity|node|ID))?\b)"
     r"|(?P<cpu>CPUs?(?:[ \t_-]{0,3}affinity)?\b)|[A-Z]+[ \t]{1,3}(?:affinity|ID)\b|[\w/.()-]*[A-Z][\w/.()-]*",
@@ -24,7 +24,7 @@ TITLES = CPUS, NUMA, _GPU_NUMA = "CPU Affinity", "NUMA Affinity", "GPU NUMA ID"
 _TITLE_OF = {"cpu": CPUS, "numa": NUMA, "gpu": _GPU_NUMA}
 _LABEL = re.compile(r"(?:GPU|NIC)[0-9]{1,4}|mlx[0-9]_[0-9]{1,3}")
 _FUSED_LABELS = re.compile(rf"(?:{_LABEL.pattern})+")
-# Old drivers head a column by the device itself.
+# Old drivers use the device name as the heading.
 _NIC_NAME = re.compile(r"(?!GPU|NIC)[A-Za-z][\w.-]{0,40}[0-9][\w.-]{0,40}")
 _CELL = re.compile(r"X|NV[1-9][0-9]{0,2}|PIX|PXB|PHB|NODE|SYS|SOC")
 _FUSED_CELLS = re.compile(rf"(?:{_CELL.pattern})+")
@@ -34,16 +34,18 @@ _FIRST_TITLE = re.compile(
 # "AffinityNUMA Affinity", "NIC9CPU Affinity"
 _FUSED_TITLE = re.compile(r"(?<=[A-Za-z0-9])(?=(?:CPUs?|NUMA|GPU)[ \t_-]{0,3}(?:affinity|NUMA|ID))", re.IGNORECASE)
 _AFFINITY = re.compile(r"[0-9,-]+|N/A")
-_STRANGE_CELL = re.compile(r"[A-Z0-9?/-]{1,16}")
+_UNKNOWN_CELL = re.compile(r"[A-Z0-9?/-]{1,16}")
 
 
 @dataclass(frozen=True)
-class Header:
+class MatrixHeader:
     """The line with the names of the columns.
 
-    line: counted from 1. prefix: what stands before the first column ("#", "node01:", a time), without blanks at its
-    end; before a row the same may stand, or as many other words, or nothing. columns: devices, GPUs and then NICs.
-    affinity: the columns after them, called as nvidia-smi does.
+    line: number of the line, from 1.
+    prefix: text before the first column ("#", "node01:", a time), without trailing blanks. Rows begin with the same
+        text, as many other words, or nothing.
+    columns: labels of the devices, GPUs and then NICs.
+    affinity: titles of the columns after them, as in nvidia-smi.
     fused: whether labels or titles had run into each other.
     """
 
@@ -55,25 +57,29 @@ class Header:
 
 
 @dataclass(frozen=True)
-class Row:
-    """One device's line.
+class MatrixRow:
+    """The line of one device.
 
-    cells: by column, as written; None where it cannot be read, and fewer when the line is cut. affinity: by the name of
-    the column, where there is a value. unclear: there are more values, whose columns cannot be told. strange: words
-    where cells should be. surplus: cells beyond the last column.
+    label: label of the device.
+    line: number of the line, from 1.
+    cells: cells by column, as written; None if unreadable, and fewer if the line is cut.
+    affinity: values by title.
+    ambiguous: whether there are values whose column is unknown.
+    unknown_words: words in the place of cells.
+    surplus: number of cells beyond the last column.
     """
 
     label: str
     line: int
     cells: tuple[str | None, ...]
     affinity: dict[str, str]
-    unclear: bool = False
-    strange: tuple[str, ...] = ()
+    ambiguous: bool = False
+    unknown_words: tuple[str, ...] = ()
     surplus: int = 0
 
 
-def parse_header(number: int, line: str) -> Header | None:
-    """The header in a line of the text, counted from 1; None when it is none."""
+def parse_header(number: int, line: str) -> MatrixHeader | None:
+    """Return the header in a line with this number, from 1; None if it is not a header."""
     start = re.search(r"GPU[0-9]", line)
     if start is None or len(line) > LONGEST_LINE:
         return None
@@ -102,11 +108,11 @@ def parse_header(number: int, line: str) -> Header | None:
         return None
     titles = "" if first_title is None else whole[first_title.start() :]
     names = tuple(_TITLE_OF.get(match.lastgroup or "", match.group()) for match in _TITLE.finditer(titles))
-    return Header(number, line[: start.start()].rstrip(), tuple(columns), names, fused)
+    return MatrixHeader(number, line[: start.start()].rstrip(), tuple(columns), names, fused)
 
 
-def parse_row(header: Header, number: int, line: str) -> Row | None:
-    """The row in a line below `header`; None when it is none."""
+def parse_row(header: MatrixHeader, number: int, line: str) -> MatrixRow | None:
+    """Return the row in a line below `header`; None if it is not a row."""
     if header.prefix and line.startswith(header.prefix):
         # Blanks in its place keep the columns where they are.
         line = " " * len(header.prefix) + line[len(header.prefix) :]
@@ -121,16 +127,16 @@ def parse_row(header: Header, number: int, line: str) -> Row | None:
     words = line.split()[skipped:]
     wanted = len(header.columns)
     cells: list[str | None] = []
-    strange: list[str] = []
+    unknown_words: list[str] = []
     taken = 1
     for word in words[1:]:
         if _FUSED_CELLS.fullmatch(word):
             cells += _CELL.findall(word)
         elif len(cells) < wanted and not _AFFINITY.fullmatch(word):
-            if _is_label(header, word) or not _STRANGE_CELL.fullmatch(word):
-                return None  # words about the device
+            if _is_label(header, word) or not _UNKNOWN_CELL.fullmatch(word):
+                return None  # a remark about the device
             cells.append(None)
-            strange.append(word)
+            unknown_words.append(word)
         else:
             break
         taken += 1
@@ -138,26 +144,27 @@ def parse_row(header: Header, number: int, line: str) -> Row | None:
         return None
     surplus, whole = max(0, len(cells) - wanted), words[taken:] == [] or len(cells) == wanted
     if (surplus or not whole) and label in header.columns:
-        # A cell or a title is lost somewhere. X shows that it is not on the left of it.
+        # A cell or a title is lost. The X shows that cells left of it are complete.
         cells = cells[: header.columns.index(label) + 1]
     end = [match.end() for match in re.finditer(r"\S+", line)][skipped + taken - 1]
     by_tabs = "\t\t" not in line[:end].rstrip() and line[end:].lstrip(" ").startswith("\t")
     cells_behind = line[end:].lstrip(" ")[1:].split("\t") if by_tabs else None
-    affinity, unclear = _affinity(header.affinity, words[taken:], cells_behind)
-    return Row(label, number, tuple(cells[:wanted]), affinity, unclear, tuple(strange), surplus)
+    affinity, ambiguous = _affinity(header.affinity, words[taken:], cells_behind)
+    return MatrixRow(label, number, tuple(cells[:wanted]), affinity, ambiguous, tuple(unknown_words), surplus)
 
 
-def _is_label(header: Header, word: str) -> bool:
+def _is_label(header: MatrixHeader, word: str) -> bool:
     return word in header.columns or _LABEL.fullmatch(word) is not None
 
 
 def _affinity(names: tuple[str, ...], words: list[str], cells: list[str] | None) -> tuple[dict[str, str], bool]:
-    """Values by the names of the columns, and whether there are others that cannot be assigned.
+    """Return values by title, and whether there are others that cannot be assigned.
 
-    `cells` is the text between tabs, None where tabs do not separate cells one by one. nvidia-smi leaves a cell empty
-    where it has nothing to say (CPUs that a container or a job may not use), and puts one tab or two between cells
-    whatever the title's width: only the first cell has a certain place, directly behind the devices, and the second
-    where it follows directly on the first.
+    nvidia-smi leaves unknown cells empty (CPUs that a container or a job may not use), and puts one or two tabs between
+    cells. So only the first cell has a certain place, directly after the devices, and the second if it directly follows
+    the first.
+
+    cells: texts between tabs; None if tabs do not separate single cells.
     """
     values: list[str] = []
     for word in words:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one machine is made of: frozen facts as a reader found them, None where it could not know.
+"""Model of one machine: frozen facts from a reader, None if unknown.
 
-Readers (xml_reader, matrix, machine) build a `Topology`; everything that asks about one (queries, text, picture, the
-doctor) takes nothing else.
+Readers (xml_reader, matrix, machine) build a `Topology`, the only input of queries, text, picture and the doctor.
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ from typing import Literal
 
 
 class TopologyError(ValueError):
-    """A file or text that is no topology, or too damaged to be read; the message is one line."""
+    """A file or text that is not a topology, or too damaged to be read. The message is one line."""
 
 
 def shown(value: object, limit: int = 60) -> str:
-    """Quote `value` for a message: one printable line of at most about `limit` characters."""
+    """Return `value` quoted for a message: one printable line of about `limit` characters at most."""
     text = str(value)
     return ascii(text if len(text) <= limit else text[: limit - 3] + "...")
 
 
 class Distance(Enum):
-    """How far two devices are apart, in NCCL's and nvidia-smi's words, nearest first."""
+    """Distance between two devices, in the terms of NCCL and nvidia-smi, nearest first."""
 
     NVL = "NVL"  # NVLink, directly or through switches
     PIX = "PIX"  # at most one PCIe switch
@@ -36,13 +35,13 @@ class Distance(Enum):
 
     @property
     def rank(self) -> int:
-        """0 for the nearest: distances compare by it."""
+        """0 for the nearest distance, for comparisons."""
         return list(Distance).index(self)
 
 
 @dataclass(frozen=True)
 class PciLink:
-    """A PCIe link as it runs, or at its best."""
+    """The present, or the best possible, state of a PCIe link."""
 
     gts: float | None
     """GT/s per lane: 2.5, 5, 8, 16, 32, 64."""
@@ -59,10 +58,10 @@ class PciLink:
 
 @dataclass(frozen=True)
 class PciDevice:
-    """A place in the PCIe tree: a switch, or what sits in a slot."""
+    """A node of the PCIe tree: a switch, or a device in a slot."""
 
     busid: str
-    """Lower case "dddd:bb:dd.f"; longer domains as they are."""
+    """Lower case "dddd:bb:dd.f"; longer domains unchanged."""
     kind: Literal["switch", "gpu", "nic", "nvswitch", "other"]
     parent: str | None
     """Bus id of the switch above; None directly below a CPU."""
@@ -70,17 +69,17 @@ class PciDevice:
     """Index into Topology.cpus."""
     pci_class: int | None = None
     link: PciLink = PciLink(None, None)
-    """Towards the parent, as it runs."""
+    """The present state of the link to the parent."""
     link_max: PciLink = PciLink(None, None)
 
 
 @dataclass(frozen=True)
 class Cpu:
-    """A NUMA node with the CPUs and devices that are near to it."""
+    """A NUMA node with the CPUs and devices near it."""
 
     numa: int | None
     arch: str | None = None
-    """As NCCL writes it: "x86_64", "arm64", "ppc64"."""
+    """In NCCL's form: "x86_64", "arm64", "ppc64"."""
     vendor: str | None = None
     """"GenuineIntel", "AuthenticAMD", ..."""
     affinity: tuple[int, ...] | None = None
@@ -89,19 +88,19 @@ class Cpu:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU; its place in Topology.gpus is how others refer to it."""
+    """A GPU. Others refer to it by its index in Topology.gpus."""
 
     index: int
-    """CUDA's (NCCL's dev), or its place among the GPUs of the file, by bus id, where the file has no numbers."""
+    """CUDA's number (NCCL's dev), or the GPU's place in the order of bus ids if the file has no numbers."""
     busid: str | None
     numa: int | None
-    """None also where it is given as a list; then `affinity` has the text."""
+    """None also for a list, whose text is in `affinity`."""
     sm: int | None = None
-    """Compute capability as in 90."""
+    """Compute capability, such as 90."""
     name: str | None = None
     uuid: str | None = None
     affinity: str | None = None
-    """CPUs near to it, as the source writes them."""
+    """CPUs near it, in the source's form."""
 
 
 @dataclass(frozen=True)
@@ -109,29 +108,29 @@ class Nic:
     """One port of a network card."""
 
     name: str
-    """"mlx5_0", "eth0"; the bus id where the source names none."""
+    """"mlx5_0", "eth0"; the bus id if the source has no name."""
     busid: str | None
     port: int | None
     numa: int | None
     speed_gbps: float | None
     link_layer: Literal["InfiniBand", "Ethernet"] | None = None
     gdr: bool | None = None
-    """Whether it does GPUDirect RDMA."""
+    """Whether it supports GPUDirect RDMA."""
     virtual: bool = False
     """No hardware behind it (docker0, veth, lo): never a rail."""
 
 
 @dataclass(frozen=True)
 class NvLinks:
-    """Bundled NVLinks that leave one GPU for one peer."""
+    """The NVLinks from one GPU to one peer."""
 
     gpu: int
-    """Place in Topology.gpus."""
+    """Index in Topology.gpus."""
     peer: int | None
-    """Place in Topology.gpus; None for an NVSwitch, or for another kind of device."""
+    """Index in Topology.gpus; None for an NVSwitch or another kind of device."""
     count: int
     target: str | None = None
-    """Bus id at the other end, as the source has it."""
+    """Bus id of the other end, in the source's form."""
     kind: Literal["gpu", "switch", "cpu", "unknown"] = "unknown"
     """"gpu" is a direct link; "unknown" with a peer: direct or through NVSwitches."""
 
@@ -141,25 +140,25 @@ class Topology:
     """One machine."""
 
     source: str
-    """For people: "NCCL XML topo.xml", "nvidia-smi topo -m", "this machine"."""
+    """Readable name: "NCCL XML topo.xml", "nvidia-smi topo -m", "this machine"."""
     gpus: tuple[Gpu, ...] = ()
     nics: tuple[Nic, ...] = ()
     cpus: tuple[Cpu, ...] = ()
     pci: tuple[PciDevice, ...] = ()
     """Parents before children."""
     nvlinks: tuple[NvLinks, ...] | None = None
-    """None: the source does not tell (() means: it tells that there are none)."""
+    """None if unknown; () if the source states that there are none."""
     stated: tuple[tuple[str, str, Distance], ...] | None = None
-    """Distances that the source states itself, by label ("GPU0", "NIC0"): then no path is worked out from the tree."""
+    """Distances given by the source, by label ("GPU0", "NIC0"). If present, they are not derived from the tree."""
     warnings: tuple[str, ...] = ()
-    """What is missing, damaged or ambiguous, a sentence each."""
+    """Missing, damaged or ambiguous facts, a sentence each."""
 
 
 _BUSID = re.compile(r"(?:([0-9a-f]{1,8}):)?([0-9a-f]{1,2}):([0-9a-f]{1,2})(?:\.([0-9a-f]))?", re.ASCII)
 
 
 def normalise_busid(text: str) -> str | None:
-    """Return "dddd:bb:dd.f" in lower case, or None where `text` is no bus id.
+    """Return "dddd:bb:dd.f" in lower case; None if `text` is not a bus id.
 
     NVML's eight digits of domain become four where they fit ("00000000:0F:00.0"), lspci's missing domain is 0000, and
     a missing function is 0. Domains that need more digits keep them ("fffffff:ff:ff.0").
@@ -178,7 +177,7 @@ _GPU_VENDORS = (None, 0x10DE, 0x1002, 0x0000, 0xFFFF)
 def device_kind(
     pci_class: int | None, vendor: int | None, inside: Collection[str]
 ) -> Literal["switch", "gpu", "nic", "nvswitch", "other"]:
-    """Return what a device is, by its 24-bit class and the tags inside its element, which say more than the class."""
+    """Return the kind of a device, from the tags inside its element or else from its 24-bit class."""
     if "pci" in inside:
         return "switch"
     if "gpu" in inside:
@@ -202,7 +201,7 @@ def link_layer(pci_class: int | None) -> Literal["InfiniBand"] | None:
 
 
 def nvlink_target(target_class: int | None) -> Literal["gpu", "switch", "cpu", "unknown"]:
-    """Return what is at the other end of an NVLink, by the PCI class there."""
+    """Return the kind of device at the other end of an NVLink, from its PCI class."""
     if target_class == 0x068001:
         return "cpu"  # IBM's bridge into a POWER9
     if target_class == 0x068000:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NVIDIA's driver, asked through NVML: its GPUs, their NVLinks, and distances that the PCI tree does not tell."""
+"""Facts from NVIDIA's driver through NVML: GPUs, their NVLinks, and distances that the PCI tree lacks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from topology.model import Distance, Gpu, NvLinks, Topology, normalise_busid
 
 
 class NoDriver(Exception):
-    """The driver does not answer, or its Python binding is missing; the message says which."""
+    """The driver does not answer, or its Python binding is missing. The message has the reason."""
 
 
 class Driver:
-    """NVML between its start and its end."""
+    """An initialized NVML."""
 
     def __init__(self, nvml: Any) -> None:
         self.nvml = nvml
@@ -32,7 +32,7 @@ class Driver:
         )
 
     def ask(self, question: str, *arguments: Any) -> Any:
-        """The answer of one of NVML's functions, None where this model or version has none; other errors are raised."""
+        """Return the result of a function of NVML; None if this GPU or version has none. Raises other errors."""
         try:
             return getattr(self.nvml, question)(*arguments)
         except self._no_answer:
@@ -41,7 +41,7 @@ class Driver:
 
 @contextmanager
 def driver() -> Iterator[Driver]:
-    """Ask the driver inside this block; raises NoDriver where that is not possible, or when it stops answering."""
+    """Give access to the driver inside the block. Raises NoDriver if it is missing or stops answering."""
     try:
         import pynvml
     except ImportError:
@@ -57,9 +57,9 @@ def driver() -> Iterator[Driver]:
 
 
 def add_nvml(topology: Topology) -> Topology:
-    """Complete the running machine's `topology`; the GPUs of the result are those of the driver, in its order.
+    """Return the live machine's `topology` with the driver's facts and its order of GPUs.
 
-    Raises nothing: where pynvml or the driver is missing, the topology comes back with a warning if it has a GPU.
+    Raises nothing: without pynvml or the driver, a topology with GPUs gets a warning.
     """
     try:
         with driver() as asked:
@@ -105,13 +105,13 @@ def _gpu(asked: Driver, index: int, handle: Any, seen: Gpu) -> Gpu:
 
 
 def _links(asked: Driver, busids: list[str]) -> tuple[NvLinks, ...]:
-    """The active NVLinks of every GPU, bundled by what is at their other end."""
+    """Return the active NVLinks of all GPUs, combined by their other end."""
     places = {busid: place for place, busid in enumerate(busids)}
     ends = ((place, *end) for place, handle in enumerate(asked.handles) for end in _far_ends(asked, handle))
     links = []
     for (place, target, kind), count in Counter(ends).items():
         peer = places.get(target)
-        if peer == place:  # a virtual machine that hides what is at the other end
+        if peer == place:  # a virtual machine that hides the other end
             links.append(NvLinks(place, None, count, target, "switch" if kind == "switch" else "unknown"))
         else:
             links.append(NvLinks(place, peer, count, target, kind if peer is None else "gpu"))
@@ -119,7 +119,7 @@ def _links(asked: Driver, busids: list[str]) -> tuple[NvLinks, ...]:
 
 
 def _far_ends(asked: Driver, handle: Any) -> Iterator[tuple[str, Any]]:
-    """Bus id and kind of device at the other end of each active link of one GPU."""
+    """Yield bus id and kind of the other end of each active link of one GPU."""
     nvml = asked.nvml
     kinds = {
         nvml.NVML_NVLINK_DEVICE_TYPE_GPU: "gpu",
@@ -142,7 +142,7 @@ _LEVELS = {10: Distance.PIX, 20: Distance.PXB, 30: Distance.PHB, 40: Distance.NO
 
 
 def _ancestors(asked: Driver, known: set[frozenset[str]]) -> Iterator[tuple[str, str, Distance]]:
-    """Distances over PCIe between GPUs that the PCI tree did not tell (virtual machines)."""
+    """Yield PCIe distances between GPUs that are missing in the PCI tree (virtual machines)."""
     for a, b in combinations(range(len(asked.handles)), 2):
         if {f"GPU{a}", f"GPU{b}"} not in known:
             level = asked.ask("nvmlDeviceGetTopologyCommonAncestor", asked.handles[a], asked.handles[b])

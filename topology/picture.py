@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The picture of a machine: NUMA nodes and switches as boxes in boxes, GPUs, network ports, NVLinks (needs matplotlib).
+"""Picture of a machine: NUMA nodes and switches as nested boxes, GPUs, network ports, NVLinks (needs matplotlib).
 
-All GPUs stand in one row with the network ports of their switch above, so that NVLinks have the room below.
+All GPUs are in one row, with the network ports of their switch above and NVLinks below.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Any, Literal
 from topology.model import Topology, TopologyError
 from topology.queries import direct_links, links_per_gpu, nvlink_kind
 from topology.text import (
-    Part,
-    cpu_words,
-    gpu_words,
+    OutlinePart,
+    cpu_text,
+    gpu_text,
     is_narrow,
-    link_words,
+    link_text,
     notes,
-    nvlink_words,
+    nvlink_text,
     outline,
-    speed_words,
+    speed_text,
     summary,
 )
 
@@ -42,14 +42,14 @@ _COLOURS = {  # fill and edge
 # In inches: the width of a device, heights, the room around a box, for its label, and around the picture.
 _COLUMN, _GPU, _NIC, _FABRIC, _PAD, _LABEL, _MARGIN = 1.25, 0.7, 0.6, 0.32, 0.12, 0.42, 0.2
 _MOST_STACKED = 4  # network ports on top of each other
-_NARROWEST = 6.4  # room for the text
+_NARROWEST = 6.4  # for the text
 _CHARACTER = 0.58  # width of a character in font sizes
 _MOST_WARNINGS = 4
 
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangle, in inches and y upwards, with lines of text: in its middle, or above what it has inside."""
+    """A rectangle, in inches with y upwards, and lines of text: in its middle, or above the boxes inside."""
 
     kind: Literal["node", "switch", "gpu", "nic", "fabric"]
     x: float
@@ -58,14 +58,14 @@ class Box:
     height: float
     text: tuple[str, ...]
     place: int | None = None
-    """Of a GPU or port in the topology."""
+    """Index of the GPU or port in the topology."""
     narrow: bool = False
-    """Whether its PCIe link runs on fewer lanes than it could."""
+    """Whether its PCIe link uses fewer lanes than possible."""
 
 
 @dataclass(frozen=True)
 class Arc:
-    """Direct NVLinks between two GPUs, from their lower edges."""
+    """Direct NVLinks between the lower edges of two GPUs."""
 
     x: float
     to_x: float
@@ -74,43 +74,43 @@ class Arc:
 
 
 def boxes_of(topology: Topology) -> list[Box]:
-    """Place the parts of a machine, outer boxes first; NUMA nodes with nothing attached are left out."""
+    """Return the boxes of a machine, outer ones first, without NUMA nodes that have nothing attached."""
     nodes = [node for node in outline(topology) if node.parts]
-    row = _Row(topology, nodes)
+    row = _PictureRow(topology, nodes)
     x, level = 0.0, max(map(_levels, nodes), default=0)
     for node in nodes:
         x = row.add(node, x, level) + _PAD
     if nvlink_kind(topology) == "switch":
         bottom = -level * _PAD - 2 * _FABRIC
-        row.boxes.append(Box("fabric", 0.0, bottom, x - _PAD, _FABRIC, (nvlink_words(topology),)))
+        row.boxes.append(Box("fabric", 0.0, bottom, x - _PAD, _FABRIC, (nvlink_text(topology),)))
     return row.boxes
 
 
-def _levels(part: Part) -> int:
-    """Boxes in boxes, this one included."""
+def _levels(part: OutlinePart) -> int:
+    """Return the number of nested boxes, this one included."""
     return 1 + max(map(_levels, part.own("switch")), default=0)
 
 
-def _groups(parts: Sequence[Part]) -> list[Part]:
-    """The nodes and switches, inner ones too."""
+def _groups(parts: Sequence[OutlinePart]) -> list[OutlinePart]:
+    """Return the nodes and switches, inner ones too."""
     return [group for part in parts if part.parts for group in (part, *_groups(part.parts))]
 
 
-class _Row:
+class _PictureRow:
     """Nodes side by side, with the lower edge of the GPUs at y 0."""
 
-    def __init__(self, topology: Topology, nodes: Sequence[Part]) -> None:
+    def __init__(self, topology: Topology, nodes: Sequence[OutlinePart]) -> None:
         self.topology = topology
         self.boxes: list[Box] = []
-        # As many ports on top of each other as make the columns of the GPUs enough for them.
+        # Ports are stacked so high that the columns of the GPUs suffice for them.
         heights = [ceil(len(part.own("nic")) / len(part.own("gpu"))) for part in _groups(nodes) if part.own("gpu")]
         self.stacked = min(_MOST_STACKED, max([1, *heights]))
         self.nic_y = _GPU + _PAD if topology.gpus else 0.0
         has_nics = any(node.within("nic") for node in nodes)
         self.top = self.nic_y + self.stacked * _NIC if has_nics else _GPU
 
-    def add(self, part: Part, left: float, level: int) -> float:
-        """A box, in it the devices directly below, then the inner switches; returns where it ends."""
+    def add(self, part: OutlinePart, left: float, level: int) -> float:
+        """Add a box with its devices and then its inner switches. Return its right end."""
         place, x = len(self.boxes), left + _PAD
         gpus, nics = part.own("gpu"), part.own("nic")
         columns = max(len(gpus), ceil(len(nics) / self.stacked))
@@ -130,25 +130,25 @@ class _Row:
         self.boxes.insert(place, Box(kind, left, bottom, x - left, top - bottom, self._label(part)))
         return x
 
-    def _label(self, part: Part) -> tuple[str, ...]:
-        if part.kind == "switch":  # distances alone name no switch, and do not tell one from several
-            words = (f"PCIe switch {_short(part.label)}" if part.label else "PCIe switches", link_words(part.device))
+    def _label(self, part: OutlinePart) -> tuple[str, ...]:
+        if part.kind == "switch":  # distances alone neither name switches nor separate them
+            words = (f"PCIe switch {_short(part.label)}" if part.label else "PCIe switches", link_text(part.device))
         else:
-            cpus = "" if part.place is None else cpu_words(self.topology.cpus[part.place]).split(" (")[0]
+            cpus = "" if part.place is None else cpu_text(self.topology.cpus[part.place]).split(" (")[0]
             words = (part.label, cpus)
         return tuple(filter(None, words))
 
-    def _device(self, part: Part, middle: float, y: float, height: float) -> None:
-        width, place, link = _COLUMN - 2 * _PAD, part.place or 0, link_words(part.device)
+    def _device(self, part: OutlinePart, middle: float, y: float, height: float) -> None:
+        width, place, link = _COLUMN - 2 * _PAD, part.place or 0, link_text(part.device)
         kind: Literal["gpu", "nic"] = "gpu" if part.kind == "gpu" else "nic"
         if kind == "gpu":
             gpu = self.topology.gpus[place]
-            alike = len({gpu_words(each) for each in self.topology.gpus}) == 1
-            words = [part.label, _short(gpu.busid or ""), "" if alike else gpu_words(gpu), link]
+            alike = len({gpu_text(each) for each in self.topology.gpus}) == 1
+            words = [part.label, _short(gpu.busid or ""), "" if alike else gpu_text(gpu), link]
         else:
             nic = self.topology.nics[place]
             port = f" port {nic.port}" if sum(each.name == nic.name for each in self.topology.nics) > 1 else ""
-            words = [_short(part.label) + port, speed_words(nic.speed_gbps), link]
+            words = [_short(part.label) + port, speed_text(nic.speed_gbps), link]
         text = tuple(filter(None, words))
         self.boxes.append(Box(kind, middle - width / 2, y, width, height, text, place, is_narrow(part.device)))
 
@@ -158,7 +158,7 @@ def _short(busid: str) -> str:
 
 
 def arcs_of(topology: Topology, boxes: Sequence[Box]) -> list[Arc]:
-    """Direct NVLinks; they leave a GPU side by side, those to near peers outside, so that they nest and few cross."""
+    """Return the direct NVLinks. At a GPU, links to near peers are on the outside, so that arcs nest and few cross."""
     direct = direct_links(topology)
     gpus = {box.place: box for box in boxes if box.kind == "gpu"}
     peers: dict[int, list[int]] = {}
@@ -168,21 +168,21 @@ def arcs_of(topology: Topology, boxes: Sequence[Box]) -> list[Arc]:
     for place, others in peers.items():
         others.sort(key=lambda other, own=gpus[place].x: (gpus[other].x > own, -gpus[other].x))  # type: ignore[misc]
 
-    def way_out(place: int, peer: int) -> float:
+    def start_of(place: int, peer: int) -> float:
         return gpus[place].x + gpus[place].width * (peers[place].index(peer) + 1) / (len(peers[place]) + 1)
 
-    ends = [(way_out(a, b), way_out(b, a), links) for (a, b), links in direct.items()]
+    ends = [(start_of(a, b), start_of(b, a), links) for (a, b), links in direct.items()]
     return [Arc(x, to_x, 0.2 + 0.16 * abs(x - to_x) / _COLUMN, links) for x, to_x, links in ends]
 
 
 def draw(topology: Topology, path: str | Path) -> None:
     """Draw a machine into a file, in the format of its suffix: .svg, .png or .pdf.
 
-    Raises TopologyError for another suffix and where matplotlib is missing, OSError when the file cannot be written.
+    Raises TopologyError for another suffix or without matplotlib, OSError if the file cannot be written.
     """
     path = Path(path)
     if path.suffix.lower() not in FORMATS:
-        raise TopologyError(f"{path}: no format to draw in; pass a name that ends in {', '.join(FORMATS)}")
+        raise TopologyError(f"{path}: unknown picture format; pass a name that ends in {', '.join(FORMATS)}")
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -193,7 +193,7 @@ def draw(topology: Topology, path: str | Path) -> None:
     right = max([_NARROWEST] + [box.x + box.width for box in boxes])
     top = max((box.y + box.height for box in boxes), default=0.0)
     bottom = min([box.y for box in boxes] + [-arc.depth for arc in arcs], default=-0.1)
-    edge = 0.03  # half a line, which a box at the border has outside
+    edge = 0.03  # half the line width of a box at the border
     figure = Figure(figsize=(right + 2 * edge, top - bottom + 2 * edge), facecolor="white")
     axes = figure.add_axes((0.0, 0.0, 1.0, 1.0), xlim=(-edge, right + edge), ylim=(bottom - edge, top + edge))
     axes.set_axis_off()
@@ -210,7 +210,7 @@ def draw(topology: Topology, path: str | Path) -> None:
 
 
 def _write(axes: Any, texts: list[str], width: float, y: float, points: float, **style: str) -> None:
-    """Write lines that fit `width` inches, each number on one line with its unit; `$` is no formula."""
+    """Write lines that fit `width` inches. Numbers stay with their units, and `$` is escaped."""
     texts = [text.replace("$", r"\$").replace(" Gb/s", "\N{NO-BREAK SPACE}Gb/s") for text in texts]
     lines = [line for text in texts for line in textwrap.wrap(text, int(width * 72 / (points * _CHARACTER)))]
     axes.text(0.0, y, "\n".join(lines), fontsize=points, color=_INK, **style)
@@ -226,7 +226,7 @@ def _foot(topology: Topology, arcs: Sequence[Arc]) -> list[str]:
 
 
 def draw_box(axes: Any, box: Box) -> None:
-    """Draw one box and its text, which is made small enough for it."""
+    """Draw one box, with its text scaled to fit."""
     from matplotlib.patches import FancyBboxPatch
 
     fill, edge = _COLOURS[box.kind]

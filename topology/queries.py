@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What follows from a topology: the ports that count, the shape of NVLinks, distances, bandwidth."""
+"""Queries about a topology: usable ports, the shape of NVLinks, distances, bandwidth."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ _T = TypeVar("_T", bound=Hashable)
 
 
 def usable_nics(topology: Topology) -> tuple[int, ...]:
-    """Return the places of the ports that can be rails, in order.
+    """Return the indices of the ports that can be rails, in order.
 
-    Ports on a PCI device; where there is none (a virtual machine that hides it, a matrix without bus ids), every port
-    that is not known to be virtual. Bridges, veth and docker0 never count, whatever speed they claim.
+    These are the ports on PCI devices. If there are none (hidden by a virtual machine, or a matrix without bus ids),
+    all ports not known to be virtual. Bridges, veth and docker0 never count, whatever speed they claim.
     """
     real = [place for place, nic in enumerate(topology.nics) if not nic.virtual]
     return tuple([place for place in real if topology.nics[place].busid is not None] or real)
 
 
 def rail_nics(topology: Topology) -> tuple[int, ...]:
-    """Return the places of the ports that training uses, in order.
+    """Return the indices of the ports that training uses, in order.
 
-    The usable ones that do GPUDirect RDMA; where none is known to, those that may; else all usable ones. Beside such
-    ports, the others are there for storage and log-in.
+    These are the usable ports with GPUDirect RDMA; if none is known to have it, those that may; else all usable ports.
+    Other ports beside them are for storage and log-in.
     """
     usable = usable_nics(topology)
     surely = tuple(place for place in usable if topology.nics[place].gdr)
@@ -36,9 +36,9 @@ def rail_nics(topology: Topology) -> tuple[int, ...]:
 
 
 def node_nic_gbps(topology: Topology) -> float | None:
-    """Return what this node can send at once, in Gb/s: the sum over its rails whose speed is known.
+    """Return the total speed of this node's rails in Gb/s.
 
-    Ports without a speed add nothing; None when no speed is known.
+    Ports of unknown speed add nothing; None if no speed is known.
     """
     speeds = [topology.nics[place].speed_gbps for place in rail_nics(topology)]
     known = [speed for speed in speeds if speed is not None]
@@ -49,13 +49,15 @@ NvlinkKind = Literal["switch", "mesh", "pairs", "hybrid_cube_mesh", "irregular",
 
 
 def nvlink_kind(topology: Topology) -> NvlinkKind:
-    """The shape in which NVLinks join the GPUs.
+    """Return the shape of the NVLinks between GPUs. GPUs without any NVLink (a display GPU) do not count.
 
-    "switch": through NVSwitches. "mesh": every GPU of a group of three or more directly with every other, with equal
-    or unequal numbers of links. "pairs": each with one other. "hybrid_cube_mesh": two full quads whose GPUs are joined
-    one to one (DGX-1 and its relatives). "irregular": anything else. "none": the source tells that no two GPUs are
-    joined. "unknown": it does not tell, or not whether a switch is in between. GPUs without any NVLink (a display GPU)
-    do not count.
+    "switch": through NVSwitches.
+    "mesh": every GPU of a group of three or more is directly linked to every other, with any numbers of links.
+    "pairs": each GPU is linked to one other.
+    "hybrid_cube_mesh": two full quads, linked one to one (DGX-1 and similar machines).
+    "irregular": any other shape.
+    "none": the source states that no two GPUs are linked.
+    "unknown": the source does not state it, or not whether there is a switch in between.
     """
     links = topology.nvlinks
     if links is None or not topology.gpus:
@@ -74,7 +76,7 @@ def nvlink_kind(topology: Topology) -> NvlinkKind:
 
 
 def links_per_gpu(topology: Topology) -> tuple[int | None, ...]:
-    """How many NVLinks leave each GPU, whatever is at their other end; None where the source does not tell."""
+    """Return the number of NVLinks of each GPU, with any other end; None if unknown."""
     links = topology.nvlinks
     if links is None:
         return (None,) * len(topology.gpus)
@@ -89,9 +91,9 @@ def links_per_gpu(topology: Topology) -> tuple[int | None, ...]:
 
 
 def links_between(topology: Topology, a: int, b: int) -> int | None:
-    """How many NVLinks carry data between two GPUs (by place): direct ones, or the smaller number into the switches.
+    """Return the number of NVLinks between two GPUs (by index): direct ones plus the smaller number into switches.
 
-    0 when none do; None when the source does not tell.
+    None if unknown.
     """
     if topology.nvlinks is None:
         return None
@@ -102,7 +104,7 @@ def links_between(topology: Topology, a: int, b: int) -> int | None:
 
 
 def direct_links(topology: Topology) -> dict[tuple[int, int], int]:
-    """NVLinks from GPU to GPU without a switch: count by pair of places, the smaller place first."""
+    """Return the NVLinks between GPUs without a switch: number by pair of indices, the smaller index first."""
     one_way: dict[tuple[int, int], int] = defaultdict(int)
     for link in topology.nvlinks or ():
         if link.peer is not None and link.peer != link.gpu:
@@ -112,7 +114,7 @@ def direct_links(topology: Topology) -> dict[tuple[int, int], int]:
 
 
 def connected(members: Iterable[_T], pairs: Iterable[tuple[_T, _T]]) -> list[list[_T]]:
-    """The members in groups that the pairs join, however indirectly; both in the order of the members."""
+    """Return the connected groups of members, directly or indirectly; groups and members keep their order."""
     group_of = {member: [member] for member in members}
     order = list(group_of)
     for a, b in pairs:
@@ -136,9 +138,9 @@ def _is_full(group: set[int], pairs: set[tuple[int, int]]) -> bool:
 
 
 def _is_cube_mesh(group: set[int], pairs: set[tuple[int, int]]) -> bool:
-    """Whether eight GPUs with four peers each split into two full quads: numbering and wiring differ by vendor.
+    """Return whether eight GPUs with four peers each form two full quads, for any numbering.
 
-    With four peers each, the rest is a full quad when one quad is.
+    With four peers each, one full quad implies the other.
     """
     if len(group) != 8 or any(sum(place in pair for pair in pairs) != 4 for place in group):
         return False
@@ -148,29 +150,29 @@ def _is_cube_mesh(group: set[int], pairs: set[tuple[int, int]]) -> bool:
 
 
 def nic_distance(topology: Topology, gpu_place: int, nic_place: int) -> Distance | None:
-    """Return the distance between a GPU and a network port; None when unknown."""
+    """Return the distance between a GPU and a network port; None if unknown."""
     return Paths(topology).nic(gpu_place, nic_place)
 
 
 def gpu_distance(topology: Topology, a: int, b: int) -> Distance | None:
-    """Return the distance between two GPUs by place: NVL where NVLinks join them, else over PCIe; None when unknown.
+    """Return the distance between two GPUs by index: NVL with NVLinks between them, else over PCIe; None if unknown.
 
-    Where the source does not tell about NVLink (`topology.nvlinks` is None) it is the way over PCIe, which may not be
-    the best. Raises ValueError for a GPU and itself.
+    If NVLinks are unknown (`topology.nvlinks` is None), it is the path over PCIe, perhaps not the best one. Raises
+    ValueError for a GPU and itself.
     """
     return Paths(topology).gpu(a, b)
 
 
 def nearest_nics(topology: Topology, gpu_place: int) -> tuple[list[int], Distance] | None:
-    """Return the places of the usable ports at the least known distance from a GPU, in file order, and that distance.
+    """Return the indices of the usable ports nearest to a GPU, in file order, and their distance.
 
-    None when no distance is known.
+    None if no distance is known.
     """
     return Paths(topology).nearest(gpu_place)
 
 
 class Paths:
-    """The same questions, for callers with many of them about one machine."""
+    """Distances of one machine, for callers with many queries."""
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
@@ -203,7 +205,7 @@ class Paths:
         return self._between(self._topology.gpus[a].busid, self._topology.gpus[b].busid)
 
     def nearest(self, gpu_place: int, nics: Iterable[int] | None = None) -> tuple[list[int], Distance] | None:
-        """See `nearest_nics`; of these ports only, where `nics` are given."""
+        """See `nearest_nics`. With `nics`, only these ports count."""
         places = self._usable if nics is None else nics
         known = [(place, distance) for place in places if (distance := self.nic(gpu_place, place))]
         if not known:
@@ -212,7 +214,7 @@ class Paths:
         return [place for place, distance in known if distance is least], least
 
     def _joined_by_nvlink(self, a: int, b: int) -> bool:
-        """Directly, or both to switches, which are one fabric inside a machine."""
+        """Return whether two GPUs are linked directly, or both to the switches, which form one fabric."""
         return frozenset((a, b)) in self._linked or {a, b} <= self._switched
 
     def _between(self, a: str | None, b: str | None) -> Distance | None:
@@ -227,7 +229,10 @@ class Paths:
         return self._between_cpus(self._cpu(a), self._cpu(b))
 
     def _above(self, busid: str | None) -> list[str] | None:
-        """Bus ids of the switches above a device, nearest first, a switch's own too; None when not in the tree."""
+        """Return the bus ids of the switches above a device, nearest first; None if it is not in the tree.
+
+        For a switch the list begins with its own bus id.
+        """
         if busid not in self._switches:
             chain = _chain(self._devices, busid)
             first = 0 if chain and chain[0].kind == "switch" else 1
@@ -239,7 +244,7 @@ class Paths:
         return None if device is None else device.cpu
 
     def _cpu_of_numa(self, numa: int | None) -> int | None:
-        """Where a port without a PCI device sits: the only CPU of that number (of no number, if it has none)."""
+        """Return the only CPU with this NUMA number, for ports without a PCI device; None if there are several."""
         found = [place for place, cpu in enumerate(self._topology.cpus) if cpu.numa == numa]
         return found[0] if len(found) == 1 else None
 
@@ -254,11 +259,11 @@ NVLINK_GBPS = {60: 160.0, 70: 200.0, 75: 200.0, 80: 200.0, 86: 112.5, 90: 200.0,
 
 
 def peer_bandwidth_gbps(topology: Topology, a: int, b: int) -> float | None:
-    """Line rate in Gb/s, in one direction, between two GPUs (by place): over their NVLinks, else over PCIe.
+    """Return the line rate in Gb/s, in one direction, between two GPUs (by index): over NVLinks, else over PCIe.
 
-    Over PCIe it is the slowest link on the way through the tree; the link between two CPUs is not known and does not
-    count. None when NVLinks join them but their generation is unknown, when it is unknown whether NVLinks do, or when
-    the source lacks the speed of a PCIe link on the way. Raises ValueError for a GPU and itself.
+    Over PCIe it is the slowest link on the path; the unknown link between two CPUs does not count. None if the NVLinks
+    or their generation are unknown, or if the source lacks the speed of a PCIe link on the path. Raises ValueError for
+    a GPU and itself.
     """
     if a == b:
         raise ValueError(f"GPU {a} has no link to itself; ask for two places")
@@ -278,7 +283,7 @@ def peer_bandwidth_gbps(topology: Topology, a: int, b: int) -> float | None:
 
 
 def _chain(devices: dict[str, PciDevice], busid: str | None) -> list[PciDevice]:
-    """A device and the switches above it, nearest first; empty when it is not in the tree."""
+    """Return a device and the switches above it, nearest first; empty if it is not in the tree."""
     chain: list[PciDevice] = []
     device = devices.get(busid or "")
     while device is not None and device not in chain:
@@ -288,5 +293,5 @@ def _chain(devices: dict[str, PciDevice], busid: str | None) -> list[PciDevice]:
 
 
 def _attainable(device: PciDevice) -> PciLink:
-    """Lanes as they run, at the best speed: an idle link clocks down, but keeps its lanes."""
+    """Return the best state of a link with its present lanes: an idle link lowers its speed, not its lanes."""
     return PciLink(device.link_max.gts or device.link.gts, device.link.width or device.link_max.width)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The live machine, or a copy of its files: GPUs, network cards, NUMA nodes and the PCI tree from /sys and /proc."""
+"""Reads GPUs, network cards, NUMA nodes and the PCI tree from /sys and /proc, of the live machine or of a copy."""
 
 from __future__ import annotations
 
@@ -20,42 +20,42 @@ _WIDTHS = (1, 2, 4, 8, 12, 16, 32)
 
 @dataclass(frozen=True)
 class Slot:
-    """One PCI device and the files about it."""
+    """One PCI device and its files."""
 
     busid: str
     folder: Path
     bridge: str | None
-    """Host bridge, as in "pci0000:16"; None when unknown."""
+    """Host bridge, such as "pci0000:16"; None if unknown."""
     above: tuple[str, ...]
     """Bus ids of the bridges above, from the host bridge down."""
 
     @property
     def switches(self) -> tuple[str, ...]:
-        """The PCIe switches above, nearest first, each known by its upstream port.
+        """The PCIe switches above, nearest first, each by its upstream port.
 
-        A switch shows up as two bridges, upstream and downstream port; the root port is left over. NCCL counts alike.
+        A switch appears as two bridges, its upstream and downstream ports; the root port remains. NCCL counts the same.
         """
         return self.above[-2::-2]
 
     def number(self, name: str) -> int | None:
-        """One of its files that hold a number: "class" is 0x030200 for a 3D controller, "vendor" 0x10de for NVIDIA."""
+        """Return the number in a file: "class" is 0x030200 for a 3D controller, "vendor" 0x10de for NVIDIA."""
         return number(self.folder / name)
 
     @property
     def numa(self) -> int | None:
-        """NUMA node; None where the firmware tells none (-1)."""
+        """NUMA node; None if the firmware gives none (-1)."""
         node = self.number("numa_node")
         return None if node is None or node < 0 else node
 
     def link(self, which: str) -> PciLink:
-        """The "current" or the "max" link; virtual machines often say Unknown, or a width of 0 or 255."""
+        """Return the "current" or the "max" link. Virtual machines often give Unknown, or a width of 0 or 255."""
         speed = re.match(r"(\d+(\.\d+)?) GT/s", text(self.folder / f"{which}_link_speed") or "")
         width = self.number(f"{which}_link_width")
         return PciLink(float(speed[1]) if speed else None, width if width in _WIDTHS else None)
 
 
 def read_slots(root: Path) -> dict[str, Slot]:
-    """Every PCI device below `root` by bus id, in the order of bus ids."""
+    """Return all PCI devices below `root` by bus id, in the order of bus ids."""
     bus = root / "sys/bus/pci/devices"
     found = {name.lower(): _slot(bus / name, link_target(bus / name)) for name in names(bus) if _BUSID.fullmatch(name)}
     if any(slot.bridge is None for slot in found.values()):  # a copy that has lost the links
@@ -70,7 +70,10 @@ def read_slots(root: Path) -> dict[str, Slot]:
 
 
 def slot_distance(a: Slot, b: Slot, one_node: bool) -> Distance | None:
-    """How far two devices are apart over PCIe; `one_node`: the machine has a single NUMA node. None when unknown."""
+    """Return the distance between two devices over PCIe; None if unknown.
+
+    one_node: whether the machine has a single NUMA node.
+    """
     if a.numa is not None and b.numa is not None and a.numa != b.numa:
         return Distance.SYS
     if a.bridge is None or b.bridge is None:
@@ -91,12 +94,12 @@ def _slot(folder: Path, path: str) -> Slot:
 
 
 def pci_path(path: str) -> tuple[str, ...]:
-    """The bus ids on a path like "../pci0000:16/0000:16:01.0/0000:17:00.0/net/eth0", from the host bridge down."""
+    """Return the bus ids on a path like "../pci0000:16/0000:16:01.0/0000:17:00.0/net/eth0", host bridge first."""
     return tuple(part.lower() for part in path.split("/") if _BUSID.fullmatch(part))
 
 
 def busid_order(busid: str) -> tuple[int, ...]:
-    """Sort key: bus ids as numbers, the order in which NVIDIA's driver counts its GPUs."""
+    """Return a sort key for bus ids as numbers, the order of GPUs in NVIDIA's driver."""
     return tuple(int(part, 16) for part in re.split("[:.]", busid))
 
 
@@ -105,7 +108,7 @@ GDR_FILES = (
     "sys/kernel/mm/memory_peers/nv_mem/version",
     "sys/kernel/mm/memory_peers/nv_mem_nc/version",
 )
-"""Any of them there: the kernel module that lets RDMA cards read GPU memory is loaded (NCCL looks at the same)."""
+"""If any exists, the kernel module that lets RDMA cards read GPU memory is loaded. NCCL checks the same files."""
 
 _RDMA = "sys/class/infiniband"
 _NET = "sys/class/net"
@@ -113,10 +116,10 @@ _ETHERNET, _IP_OVER_INFINIBAND, _LOOPBACK = 1, 32, 772  # sys/class/net/*/type
 
 
 def read_nics(root: Path, slots: dict[str, Slot]) -> tuple[tuple[Nic, ...], tuple[str, ...]]:
-    """All ports but loopback, RDMA devices first, then interfaces, with warnings about them.
+    """Return all ports but loopback, RDMA devices before interfaces, and warnings about them.
 
-    A card that does RDMA is listed by its RDMA devices only, as NCCL and nvidia-smi do: its interfaces are the same
-    ports. A virtual function is marked virtual when the card that it is a part of is in sight.
+    An RDMA card is listed by its RDMA devices only, as in NCCL and nvidia-smi: its interfaces are the same ports. A
+    virtual function is marked virtual if its card is visible too.
     """
     rdma = [port for name in names(root / _RDMA) for port in _rdma_ports(root, name, slots)]
     rdma_cards = {nic.busid for nic in rdma if nic.busid is not None}
@@ -139,7 +142,7 @@ def _rdma_ports(root: Path, name: str, slots: dict[str, Slot]) -> list[Nic]:
             numa=slots[busid].numa if busid in slots else None,
             speed_gbps=_rdma_gbps(folder / "ports" / port),
             link_layer=_link_layer(text(folder / "ports" / port / "link_layer")),
-            gdr=True if loaded and busid else None,  # without the module DMA-BUF may do it, which no file tells
+            gdr=True if loaded and busid else None,  # without the module DMA-BUF may support it, which no file shows
             virtual=busid is None,  # RDMA in software, over an interface that is listed itself
         )
         for port in names(folder / "ports")
@@ -148,7 +151,7 @@ def _rdma_ports(root: Path, name: str, slots: dict[str, Slot]) -> list[Nic]:
 
 
 def _rdma_gbps(port: Path) -> float | None:
-    """Gb/s of "400 Gb/sec (4X NDR)"; None unless the port is active: a dead one states the slowest rate there is."""
+    """Return Gb/s of "400 Gb/sec (4X NDR)"; None unless the port is active: an inactive one gives the slowest rate."""
     rate = re.match(r"(\d+(\.\d+)?) Gb/sec", text(port / "rate") or "")
     return float(rate[1]) if rate and _is_active(port) else None
 
@@ -184,7 +187,7 @@ def _interface(root: Path, name: str, slots: dict[str, Slot]) -> Nic | None:
 
 
 def _busid(folder: Path) -> str | None:
-    """The PCI device of an entry of sys/class, by its own link, its device's link, or its device's word."""
+    """Return the PCI device of an entry of sys/class: from its own link, its device's link, or its device's uevent."""
     for path in (link_target(folder), link_target(folder / "device")):
         if "/usb" in path:
             return None  # on a bus of its own: the PCI device on the path is the USB controller
@@ -195,7 +198,7 @@ def _busid(folder: Path) -> str | None:
 
 
 def _whole_card(nic: Nic, slots: dict[str, Slot]) -> str | None:
-    """The bus id of the card that a virtual function is a part of; "" for what is no virtual function."""
+    """Return the bus id of the card of a virtual function; "" for any other device."""
     path = pci_path(link_target(slots[nic.busid].folder / "physfn")) if nic.busid in slots else ()
     return path[-1] if path else ""
 
@@ -228,10 +231,10 @@ _VENDORS = {"0x41": "ARM", "0x48": "HiSilicon", "0x4e": "NVIDIA"}  # "CPU implem
 
 
 def read_sysfs(root: Path = Path("/")) -> Topology:
-    """Read the machine whose files lie below `root`. Raises nothing: what is missing is None, or a warning.
+    """Return the machine whose files are below `root`. Raises nothing: missing facts are None, or cause a warning.
 
-    GPUs are in the order of their bus ids, as NVIDIA's driver numbers them. NVLinks and compute capability are not in
-    these files (topology.machine asks the driver).
+    GPUs are in the order of their bus ids, as in NVIDIA's driver. NVLinks and compute capability are not in these files
+    (topology.machine gets them from the driver).
     """
     slots = read_slots(root)
     nics, nic_warnings = read_nics(root, slots)
@@ -251,7 +254,7 @@ def read_sysfs(root: Path = Path("/")) -> Topology:
 
 
 def _nvidia_kind(slot: Slot) -> _Kind | None:
-    """Graphics chips of others (a server's VGA) are no GPUs here."""
+    """Return the kind of an NVIDIA device; None for others, such as a server's VGA chip."""
     vendor = slot.number("vendor")
     kind = device_kind(slot.number("class"), vendor, ()) if vendor == _NVIDIA else "other"
     return kind if kind in ("gpu", "nvswitch") else None
@@ -270,9 +273,9 @@ def _gpu(root: Path, place: int, slot: Slot) -> Gpu:
 
 
 def _cpus(root: Path, of_devices: set[int | None]) -> tuple[Cpu, ...]:
-    """The NUMA nodes that have CPUs or devices, then one of unknown number for devices that do not say theirs.
+    """Return the NUMA nodes with CPUs or devices, and one of unknown number for devices without a node.
 
-    With one node there is no doubt where a device is that does not say so.
+    On a machine with one node, all devices belong to it.
     """
     info = fields(text(root / "proc/cpuinfo"))
     nodes = root / "sys/devices/system/node"
@@ -305,12 +308,12 @@ def _arch(info: dict[str, str]) -> str | None:
 
 
 def _tree(slots: dict[str, Slot], kinds: dict[str, _Kind], cpus: tuple[Cpu, ...]) -> tuple[PciDevice, ...]:
-    """The devices of interest and the switches above them."""
+    """Return the devices of interest and the switches above them."""
     numas = [cpu.numa for cpu in cpus]
     tree: dict[str, PciDevice] = {}
     for busid in (busid for busid in slots if busid in kinds):
         chain = (*reversed(slots[busid].switches), busid)
-        # With one node there is no doubt where a device is; below one switch all are on the node of the first.
+        # A single node has all devices; the devices below one switch share the node of the first.
         cpu = tree[chain[0]].cpu if chain[0] in tree else 0 if len(cpus) == 1 else numas.index(slots[busid].numa)
         for parent, place in zip((None, *chain), chain, strict=False):
             slot = slots[place]
@@ -332,7 +335,7 @@ def _tree(slots: dict[str, Slot], kinds: dict[str, _Kind], cpus: tuple[Cpu, ...]
 def _stated(
     gpus: list[str], nics: tuple[Nic, ...], slots: dict[str, Slot], one_node: bool
 ) -> tuple[tuple[str, str, Distance], ...]:
-    """Distances that tell PHB from NODE, which the tree of the model cannot."""
+    """Return distances that distinguish PHB from NODE, which the model's tree cannot."""
     places = {f"GPU{place}": slots[busid] for place, busid in enumerate(gpus)}
     places |= {f"NIC{place}": slots[nic.busid] for place, nic in enumerate(nics) if nic.busid in slots}
     return tuple(

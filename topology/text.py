@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A machine as JSON, and as text for people: a tree, a matrix of distances, notes."""
+"""A machine as JSON, and as readable text: a tree, a matrix of distances, notes."""
 
 from __future__ import annotations
 
@@ -26,55 +26,55 @@ _WIDTH = 80
 
 
 @dataclass(frozen=True)
-class Part:
+class OutlinePart:
     """A NUMA node, a switch, a GPU or a network port."""
 
     kind: Literal["node", "switch", "gpu", "nic"]
     label: str
     place: int | None = None
-    """In Topology.cpus, .gpus or .nics; None for a switch, and for a node that only distances point to."""
+    """Index in Topology.cpus, .gpus or .nics; None for a switch, and for a node inferred from distances."""
     device: PciDevice | None = None
-    """In the PCI tree, with its link towards what it is in."""
-    parts: tuple[Part, ...] = ()
+    """Device in the PCI tree, with its link to the parent."""
+    parts: tuple[OutlinePart, ...] = ()
 
-    def within(self, kind: str) -> tuple[Part, ...]:
-        """All parts of one kind in here, in order."""
+    def within(self, kind: str) -> tuple[OutlinePart, ...]:
+        """Return all parts of one kind inside, in order."""
         return tuple(found for part in self.parts for found in ((part,) if part.kind == kind else part.within(kind)))
 
-    def own(self, kind: str) -> tuple[Part, ...]:
-        """The parts of one kind directly in here."""
+    def own(self, kind: str) -> tuple[OutlinePart, ...]:
+        """Return the parts of one kind directly inside."""
         return tuple(part for part in self.parts if part.kind == kind)
 
 
-def outline(topology: Topology) -> tuple[Part, ...]:
-    """The NUMA nodes in order, and last a node "place unknown" if anything has no place. No virtual ports."""
+def outline(topology: Topology) -> tuple[OutlinePart, ...]:
+    """Return the NUMA nodes in order, and a last node "place unknown" for parts without a place. No virtual ports."""
     nodes = _by_tree(topology) if topology.pci else _by_distance(topology)
     placed = {(part.kind, part.place) for node in nodes for kind in ("gpu", "nic") for part in node.within(kind)}
     lost = tuple(leaf for leaf in _leaves(topology) if (leaf.kind, leaf.place) not in placed)
-    return (*nodes, Part("node", "place unknown", parts=lost)) if lost else tuple(nodes)
+    return (*nodes, OutlinePart("node", "place unknown", parts=lost)) if lost else tuple(nodes)
 
 
-def _leaves(topology: Topology) -> list[Part]:
-    gpus = [Part("gpu", f"GPU {gpu.index}", place) for place, gpu in enumerate(topology.gpus)]
-    return gpus + [Part("nic", nic.name, place) for place, nic in enumerate(topology.nics) if not nic.virtual]
+def _leaves(topology: Topology) -> list[OutlinePart]:
+    gpus = [OutlinePart("gpu", f"GPU {gpu.index}", place) for place, gpu in enumerate(topology.gpus)]
+    return gpus + [OutlinePart("nic", nic.name, place) for place, nic in enumerate(topology.nics) if not nic.virtual]
 
 
 def _node_label(cpu: Cpu) -> str:
     return "NUMA node unknown" if cpu.numa is None else f"NUMA {cpu.numa}"
 
 
-def _by_tree(topology: Topology) -> list[Part]:
-    """As the PCI tree has it; what has no PCI device is with the NUMA node that it names."""
-    leaves: dict[str | None, list[Part]] = {}
+def _by_tree(topology: Topology) -> list[OutlinePart]:
+    """Return the outline from the PCI tree. Parts without a PCI device are in the NUMA node that they name."""
+    leaves: dict[str | None, list[OutlinePart]] = {}
     for leaf in _leaves(topology):
         leaves.setdefault(_subject(topology, leaf).busid, []).append(leaf)
-    below: dict[str | None, list[Part]] = {}
-    nodes: list[list[Part]] = [[] for _ in topology.cpus]
+    below: dict[str | None, list[OutlinePart]] = {}
+    nodes: list[list[OutlinePart]] = [[] for _ in topology.cpus]
     for device in reversed(topology.pci):  # children before parents
         parts = [replace(leaf, device=device) for leaf in leaves.get(device.busid, [])]
         inside = tuple(below.pop(device.busid, []))
         if inside:
-            parts = [Part("switch", device.busid, parts=inside, device=device), *parts]
+            parts = [OutlinePart("switch", device.busid, parts=inside, device=device), *parts]
         if device.parent is not None:
             below[device.parent] = parts + below.get(device.parent, [])
         elif device.cpu is not None:
@@ -83,11 +83,14 @@ def _by_tree(topology: Topology) -> list[Part]:
         for leaf in leaves.get(None, []):
             if cpu.numa is not None and _subject(topology, leaf).numa == cpu.numa:
                 nodes[place].append(leaf)
-    return [Part("node", _node_label(cpu), place, parts=tuple(nodes[place])) for place, cpu in enumerate(topology.cpus)]
+    return [
+        OutlinePart("node", _node_label(cpu), place, parts=tuple(nodes[place]))
+        for place, cpu in enumerate(topology.cpus)
+    ]
 
 
-def _by_distance(topology: Topology) -> list[Part]:
-    """As distances and NUMA numbers point to it: what is nearer than SYS shares a node, what is PIX or PXB a switch."""
+def _by_distance(topology: Topology) -> list[OutlinePart]:
+    """Return the outline from distances and NUMA numbers: below SYS parts share a node, at PIX or PXB a switch."""
     leaves = {f"{leaf.kind.upper()}{leaf.place}": leaf for leaf in _leaves(topology)}
     near = [(a, b, far) for a, b, far in topology.stated or () if a in leaves and b in leaves]
     numas = {label: _subject(topology, leaf).numa for label, leaf in leaves.items()}
@@ -105,17 +108,19 @@ def _by_distance(topology: Topology) -> list[Part]:
         switches = connected(group, [pair for pair in same_switch if pair[0] in group])
         inside = [[leaves[label] for label in switch] for switch in switches]
         parts.append(
-            Part(
+            OutlinePart(
                 "node",
                 f"NUMA {known.pop()}" if len(known) == 1 else "NUMA node unknown",
                 cpu,
-                parts=tuple(Part("switch", "", parts=tuple(some)) if len(some) > 1 else some[0] for some in inside),
+                parts=tuple(
+                    OutlinePart("switch", "", parts=tuple(some)) if len(some) > 1 else some[0] for some in inside
+                ),
             )
         )
     return parts
 
 
-def _subject(topology: Topology, leaf: Part) -> Gpu | Nic:
+def _subject(topology: Topology, leaf: OutlinePart) -> Gpu | Nic:
     place = leaf.place or 0
     return topology.gpus[place] if leaf.kind == "gpu" else topology.nics[place]
 
@@ -132,30 +137,30 @@ _NVLINK = {
 }
 
 
-def cpu_words(cpu: Cpu) -> str:
-    """As in "64 CPUs (0-31,64-95)"."""
+def cpu_text(cpu: Cpu) -> str:
+    """Return text such as "64 CPUs (0-31,64-95)"."""
     return f"{len(cpu.affinity)} CPUs ({ranges(cpu.affinity)})" if cpu.affinity else ""
 
 
-def gpu_words(gpu: Gpu) -> str:
-    """The model without its maker, or else the compute capability."""
+def gpu_text(gpu: Gpu) -> str:
+    """Return the model without its maker, otherwise the compute capability."""
     return gpu.name.removeprefix("NVIDIA ") if gpu.name else f"sm_{gpu.sm}" if gpu.sm is not None else ""
 
 
-def nic_words(nic: Nic) -> str:
-    """As in "400 Gb/s InfiniBand"."""
-    return " ".join(filter(None, (speed_words(nic.speed_gbps), nic.link_layer)))
+def nic_text(nic: Nic) -> str:
+    """Return text such as "400 Gb/s InfiniBand"."""
+    return " ".join(filter(None, (speed_text(nic.speed_gbps), nic.link_layer)))
 
 
-def speed_words(gbps: float | None) -> str:
-    """As in "25 Gb/s"."""
+def speed_text(gbps: float | None) -> str:
+    """Return text such as "25 Gb/s"."""
     return "" if gbps is None else f"{gbps:.4g} Gb/s"
 
 
-def link_words(device: PciDevice | None) -> str:
-    """As in "Gen5 x16", or "Gen5 x8 (of x16)" when it runs below what the device can.
+def link_text(device: PciDevice | None) -> str:
+    """Return text such as "Gen5 x16", or "Gen5 x8 (of x16)" if the device supports more lanes.
 
-    The generation is the best that it can: an idle device slows its link down, which says nothing.
+    The generation is the best possible one: idle devices slow their links down.
     """
     if device is None:
         return ""
@@ -169,12 +174,12 @@ def link_words(device: PciDevice | None) -> str:
 
 
 def is_narrow(device: PciDevice | None) -> bool:
-    """Whether a link runs on fewer lanes than the device has."""
+    """Return whether a link uses fewer lanes than the device has."""
     return device is not None and bool(device.link.width) and (device.link.width or 0) < (device.link_max.width or 0)
 
 
-def nvlink_words(topology: Topology) -> str:
-    """As in "NVSwitch, 18 NVLinks per GPU"."""
+def nvlink_text(topology: Topology) -> str:
+    """Return text such as "NVSwitch, 18 NVLinks per GPU"."""
     linked = [count for count in links_per_gpu(topology) if count]
     counts = "-".join(map(str, sorted({min(linked), max(linked)}))) if linked else ""
     gpus = len(topology.gpus)
@@ -186,26 +191,26 @@ def nvlink_words(topology: Topology) -> str:
 
 
 def summary(topology: Topology) -> str:
-    """The machine in one line."""
-    models = list(dict.fromkeys(filter(None, map(gpu_words, topology.gpus))))
+    """Return the machine in one line."""
+    models = list(dict.fromkeys(filter(None, map(gpu_text, topology.gpus))))
     ports = [nic for nic in topology.nics if not nic.virtual]
     parts = [
         _counted(len(topology.gpus), "GPU") + (f" ({', '.join(models)})" if models else ""),
-        nvlink_words(topology) if len(topology.gpus) > 1 else "",
+        nvlink_text(topology) if len(topology.gpus) > 1 else "",
         _counted(len(ports), "network port"),
-        speed_words(node_nic_gbps(topology)) or ("speed unknown" if ports else ""),
+        speed_text(node_nic_gbps(topology)) or ("speed unknown" if ports else ""),
     ]
     return " · ".join(filter(None, parts))
 
 
 def notes(topology: Topology) -> list[str]:
-    """What the parts do not show by themselves, a line each; the warnings are not among them."""
+    """Return further facts, a line each, without the warnings."""
     found = []
     pairs = list(combinations(range(len(topology.gpus)), 2))
     rates = [peer_bandwidth_gbps(topology, a, b) for a, b in pairs]
     known = sorted({rate for rate in rates if rate is not None})
     if known:
-        span = speed_words(known[0]) + (f" to {speed_words(known[-1])}" if len(known) > 1 else "")
+        span = speed_text(known[0]) + (f" to {speed_text(known[-1])}" if len(known) > 1 else "")
         some = "" if None not in rates else ", where known"
         found.append(f"GPU to GPU: {span} in each direction{some}")
     virtual = [nic.name for nic in topology.nics if nic.virtual]
@@ -220,10 +225,10 @@ def _counted(number: int, noun: str) -> str:
 
 
 def as_json(topology: Topology) -> dict[str, Any]:
-    """Plain values that other tools may rely on; None for unknown.
+    """Return plain values in a stable form for other tools; None if unknown.
 
-    "nvlinks" counts the links that leave a GPU. "nearest_nics" is [] where there is no port to be near to, and None
-    where there are some at an unknown distance. "nics" are all ports, virtual ones too; speeds are in Gb/s.
+    "nvlinks" is the number of links of a GPU. "nearest_nics" is [] if there are no ports, and None if their distances
+    are unknown. "nics" has all ports, virtual ones too. Speeds are in Gb/s.
     """
     paths = Paths(topology)
     nearest = [paths.nearest(place) for place in range(len(topology.gpus))]
@@ -251,7 +256,7 @@ def _fields(of: Gpu | Nic, *names: str) -> dict[str, Any]:
 
 
 def as_text(topology: Topology) -> list[str]:
-    """Everything about a machine, for a terminal."""
+    """Return all facts of a machine as lines for a terminal."""
     lines = [topology.source, summary(topology), *tree(topology)]
     if len(topology.gpus) + len(usable_nics(topology)) > 1 and topology.gpus:
         lines += ["", *matrix(topology)]
@@ -260,12 +265,12 @@ def as_text(topology: Topology) -> list[str]:
 
 
 def tree(topology: Topology) -> list[str]:
-    """NUMA nodes, switches, GPUs and network ports, as they hang together."""
+    """Return the tree of NUMA nodes, switches, GPUs and network ports."""
     paths = Paths(topology)
     return [line for node in outline(topology) for line in _branch(topology, paths, node, "", "")]
 
 
-def _branch(topology: Topology, paths: Paths, part: Part, first: str, rest: str) -> Iterator[str]:
+def _branch(topology: Topology, paths: Paths, part: OutlinePart, first: str, rest: str) -> Iterator[str]:
     label = f"switch {part.label}" if part.kind == "switch" and part.label else part.label or "switches"
     words = [word for word in (label, *_facts(topology, paths, part)) if word]
     yield first + " · ".join(words)
@@ -276,31 +281,31 @@ def _branch(topology: Topology, paths: Paths, part: Part, first: str, rest: str)
         )
 
 
-def _facts(topology: Topology, paths: Paths, part: Part) -> list[str]:
-    link = link_words(part.device)
+def _facts(topology: Topology, paths: Paths, part: OutlinePart) -> list[str]:
+    link = link_text(part.device)
     if part.kind == "switch" or part.place is None:
         return [link]
     if part.kind == "node":
         cpu = topology.cpus[part.place]
-        # What is neither GPU nor network port is no part, but it is there.
+        # Devices that are neither GPUs nor network ports are not parts, but they are mentioned.
         others = [device for device in topology.pci if device.cpu == part.place and device.kind == "other"]
         unknown = any(device.pci_class is None for device in others)
         words = f"{_counted(len(others), 'device')} {'of unknown kind' if unknown else 'of other kinds'}"
         nothing = words if others else "nothing attached"
-        return [cpu_words(cpu), cpu.vendor or "", "" if part.parts else nothing]
+        return [cpu_text(cpu), cpu.vendor or "", "" if part.parts else nothing]
     if part.kind == "nic":
         nic = topology.nics[part.place]
-        return ["" if nic.busid in (nic.name, None) else str(nic.busid), nic_words(nic), link]
+        return ["" if nic.busid in (nic.name, None) else str(nic.busid), nic_text(nic), link]
     gpu = topology.gpus[part.place]
     near = paths.nearest(part.place)
     nearest = f"nearest {', '.join(topology.nics[nic].name for nic in near[0])} ({near[1].value})" if near else ""
-    return [gpu.busid or "", gpu_words(gpu), link, nearest]
+    return [gpu.busid or "", gpu_text(gpu), link, nearest]
 
 
 def matrix(topology: Topology) -> list[str]:
-    """Distances of the GPUs to each other and to the network ports, NV# for a number of NVLinks.
+    """Return the distances of the GPUs to each other and to network ports, NV# for a number of NVLinks.
 
-    Columns that do not fit into a line of 80 characters follow below, under the same names of rows.
+    Columns beyond a width of 80 characters follow below, with the row names repeated.
     """
     paths = Paths(topology)
     gpus, nics = range(len(topology.gpus)), usable_nics(topology)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small XML tree with line numbers, from text that nobody has checked, and the values of its attributes.
+"""A small XML tree with line numbers, parsed from untrusted text, and the values of its attributes.
 
-Bounded in every direction: no DOCTYPE (so no entities), limits on size, depth and number of elements.
+All sizes are bounded: no DOCTYPE (so no entities), limits on size, depth and number of elements.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _DECLARATION = re.compile(r"\s*<\?xml\b[^<>]{0,200}\?>")
 
 @dataclass
 class Element:
-    """One tag with its attributes, its line in the file (from 1) and the tags inside it."""
+    """One tag with its attributes, its line in the file (from 1) and its children."""
 
     tag: str
     attributes: dict[str, str]
@@ -31,14 +31,14 @@ class Element:
 
 
 def parse_elements(data: str | bytes, source: str) -> Element:
-    """Return the root element of `data`; `source` names it in messages.
+    """Return the root element of `data`; `source` is its name in messages.
 
-    Raises TopologyError with the line number for anything that is no well-formed, bounded XML.
+    Raises TopologyError with the line number unless it is well-formed, bounded XML.
     """
     head = data[:MAX_CHARACTERS]
     text = head if isinstance(head, str) else _decode(head)
     builder = _Builder(source)
-    # NCCL allows what XML does not: a comment with -- inside it, or one in front of the declaration.
+    # NCCL allows comments that XML forbids: with -- inside, or in front of the declaration.
     builder.run(_without_declaration(_without_comments(text)), complete=len(data) <= MAX_CHARACTERS)
     assert builder.root is not None
     return builder.root
@@ -50,7 +50,7 @@ def _decode(data: bytes) -> str:
 
 
 def _without_comments(text: str) -> str:
-    """Replace comments by the line ends in them, so that line numbers stay."""
+    """Replace comments by their line ends, which keeps line numbers."""
     kept = []
     position = 0
     while (start := text.find("<!--", position)) >= 0 and (end := text.find("-->", start + 4)) >= 0:
@@ -65,7 +65,7 @@ def _without_declaration(text: str) -> str:
 
 
 class _Builder:
-    """Collects expat's events into a tree, and says no in words that help."""
+    """Builds a tree from expat's events, and raises helpful errors."""
 
     def __init__(self, source: str) -> None:
         self.source = source
@@ -83,7 +83,7 @@ class _Builder:
         except expat.ExpatError as error:
             raise self.refusal(error) from None
         if not complete:
-            raise self.error(f"goes on past {MAX_CHARACTERS} characters; a topology file has about 100,000 at most")
+            raise self.error(f"is longer than {MAX_CHARACTERS} characters; a topology file has about 100,000 at most")
 
     def doctype(self, name: str, system_id: str | None, public_id: str | None, has_subset: bool) -> None:
         if name == "topology":
@@ -137,23 +137,23 @@ _NOTES_KEPT = 40
 
 
 class Notes:
-    """What a reader has to say about its input, a sentence each; past forty only their number."""
+    """A reader's remarks about its input, a sentence each; beyond forty only their number."""
 
     def __init__(self) -> None:
         self._kept: dict[str, None] = {}
 
     def add(self, sentence: str, line: int | None = None) -> None:
-        """Keep `sentence` once, with the line of the file in front where there is one."""
+        """Add `sentence` once, preceded by its line in the file, if given."""
         self._kept[sentence if line is None else f"line {line}: {sentence}"] = None
 
     def sentences(self) -> tuple[str, ...]:
-        """Return all that was kept."""
+        """Return the remarks."""
         first, more = [*self._kept][:_NOTES_KEPT], len(self._kept) - _NOTES_KEPT
         return (*first, *([f"and {more} more remarks of these kinds"] if more > 0 else []))
 
 
 class Attributes:
-    """The attributes of one element, by the type they should have."""
+    """Typed access to the attributes of one element."""
 
     def __init__(self, element: Element, notes: Notes) -> None:
         self._element = element
@@ -164,7 +164,7 @@ class Attributes:
         return self._element.attributes.get(key, "").strip() or None
 
     def integer(self, key: str, lowest: int | None = None, highest: int = 2**64 - 1) -> int | None:
-        """Return a decimal or 0x number as NCCL reads one: decimals after the point are dropped."""
+        """Return a decimal or 0x number as in NCCL, which drops decimals."""
         text = self.text(key)
         if text is None:
             return None
@@ -185,9 +185,9 @@ class Attributes:
         return None if value is None else bool(value)
 
     def link(self) -> PciLink:
-        """Return link_speed ("16.0 GT/s PCIe") and link_width; 0 lanes are unknown lanes."""
+        """Return link_speed ("16.0 GT/s PCIe") and link_width; a width of 0 is unknown."""
         width = self.integer("link_width", 0, 255) or None
-        # 255 and 63 are what registers of virtual devices hold.
+        # Registers of virtual devices hold 255 or 63.
         return PciLink(self._gts(), width if width is None or width <= MAX_WIDTH else None)
 
     def _gts(self) -> float | None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """NCCL's topology XML: dumps (NCCL_TOPO_DUMP_FILE) with <gpu> and <net>, and cloud providers' templates without them.
 
-A template only has PCI devices: those of class 0x03 are its GPUs and those of class 0x02 its network cards, as in NCCL;
-NVLinks, speeds and names are not in it and stay None. Of a file that describes several hosts, the first is read. C2C
-links and NCCL's own bookkeeping (latency, maxconn, coll) have no place in the model.
+A template has PCI devices only: those of class 0x03 are GPUs and those of class 0x02 network cards, as in NCCL. It
+lacks NVLinks, speeds and names, which are None. If a file describes several hosts, the first is read. C2C links and
+NCCL's own attributes (latency, maxconn, coll) are not in the model.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from topology.queries import Paths
 from topology.xml_elements import Attributes, Element, Notes, parse_elements
 
 UNNUMBERED = -1
-"""Index of a GPU whose number the file does not give."""
+"""Index of a GPU without a number in the file."""
 
 _VERSION = "1"
-# Names of interfaces without hardware. They only count for ports that the file puts on no PCI device.
+# Names of interfaces without hardware. They matter only for ports without a PCI device in the file.
 _VIRTUAL_NAME = re.compile(
     r"lo|(?:dummy|docker|ifb|sit|gre|tun|tunl|tap|tailscale|wg|cni|flannel|vxlan|virbr|vnet|vmnet|zt|utun)[.\d].*"
     r"|(?:br-|veth|cali|lxc|docker_|virbr|cni|cilium|lxd|vxlan|geneve|kube-|nodelocal|gretap|erspan|ip6|weave|ovs-).*"
 )
 
 
-class Walk:
-    """Goes through the elements in file order and keeps what they say; nothing is looked up or judged yet."""
+class ElementReader:
+    """Reads the elements in file order and collects their facts, without relating them yet."""
 
     def __init__(self, source: str) -> None:
         self.source = source
@@ -53,12 +53,12 @@ class Walk:
         self.lines: dict[str, int] = {}
         self.gpus: list[Gpu] = []
         self.nics: list[Nic] = []
-        self.loose: dict[str, int] = {}
-        """The CPUs of ports on no PCI device, by name."""
+        self.cpu_of_port: dict[str, int] = {}
+        """CPUs of the ports without a PCI device, by name."""
         self.free_busids = (f"ffff:{n >> 8:02x}:{n & 255:02x}.0" for n in range(0x10000))
         self.links: list[NvLinks] = []
-        self.knows_links = True
-        """Whether `links` are all that join GPUs: not so on AMD's machines."""
+        self.has_all_links = True
+        """Whether `links` has all links between GPUs; false for AMD's machines."""
 
     def read_system(self, root: Element) -> None:
         """Read the CPUs of the first host: a dump of a multi-node NVLink job has several."""
@@ -97,8 +97,8 @@ class Walk:
 
     def read_pci(self, element: Element, parent: str | None, cpu: int) -> None:
         attributes = Attributes(element, self.notes)
-        busid = self.place_of(element, parent)
-        # A <nic> without a <net> says nothing about the device.
+        busid = self.busid_of(element, parent)
+        # A <nic> without a <net> gives no kind of device.
         tags = {child.tag for child in element.children if child.tag != "nic" or _nets(child)}
         pci_class, vendor = attributes.integer("class", 0), attributes.integer("vendor", 0)
         if pci_class is None and "pci" in tags:
@@ -126,11 +126,11 @@ class Walk:
                 self.read_gpu(child, busid, cpu)
             elif child.tag == "nic":
                 self.read_nic(child, busid, cpu)
-            elif child.tag != "pcilink":  # a shortcut between switches; no class of distance knows it
+            elif child.tag != "pcilink":  # a shortcut between switches, without a class of distance
                 self.ignore(child)
 
-    def place_of(self, element: Element, parent: str | None) -> str:
-        """The device's bus id; a free one for a switch whose id another has (providers invent them)."""
+    def busid_of(self, element: Element, parent: str | None) -> str:
+        """Return the device's bus id; a free one for a switch with a duplicate id (providers invent ids)."""
         text = Attributes(element, self.notes).text("busid")
         if text is None:
             raise TopologyError(f"{self.source}:{element.line}: <pci> without busid; NCCL needs one for every device")
@@ -168,8 +168,8 @@ class Walk:
             if child.tag == "nvlink":
                 self.read_nvlink(child, place)
             elif child.tag == "xgmi":
-                self.knows_links = False
-                self.notes.add("<xgmi> is AMD's: this is RCCL's file, and what joins its GPUs is taken as unknown")
+                self.has_all_links = False
+                self.notes.add("<xgmi> is AMD's: this is RCCL's file, and its links between GPUs are taken as unknown")
             elif child.tag == "c2c":
                 self.notes.add(f"GPU {busid} has a C2C link to its CPU, which is not kept", child.line)
             else:
@@ -193,7 +193,7 @@ class Walk:
             attributes = Attributes(net, self.notes)
             speed = attributes.integer("speed", highest=10**9)
             name = attributes.text("name") or busid or f"net{attributes.text('dev') or ''}"
-            if busid is None and self.loose.setdefault(name, cpu) != cpu:
+            if busid is None and self.cpu_of_port.setdefault(name, cpu) != cpu:
                 # NCCL lists a port without a PCI device once for each rank, at the rank's CPU.
                 if _VIRTUAL_NAME.fullmatch(name) is None:
                     self.notes.add(f"{shown(name)} is at several CPUs: counted once, at the first")
@@ -233,20 +233,20 @@ _FOREIGN = {
 
 
 def read_nccl_xml(text: str | bytes, source: str) -> Topology:
-    """Read one machine from NCCL's XML; `source` names the file in messages.
+    """Return one machine from NCCL's XML; `source` is the file's name in messages.
 
-    GPUs and ports are in file order. Unknown elements, values that cannot be meant and facts that are missing are in
-    `warnings`. Raises TopologyError, one line with the line number, for what is not well-formed or not this format.
+    GPUs and ports are in file order. `warnings` mention unknown elements, impossible values and missing facts. Raises
+    TopologyError, one line with the line number, for malformed XML or another format.
     """
     root = parse_elements(text, source)
     if root.tag != "system":
-        what = _FOREIGN.get(root.tag, "not NCCL's format; give a file that NCCL_TOPO_DUMP_FILE wrote")
-        raise TopologyError(f"{source}:{root.line}: root element is <{shown(root.tag)[1:-1]}>, not <system>: {what}")
-    walk = Walk(source)
-    walk.read_system(root)
-    gpus = _numbered(tuple(walk.gpus) or _class_gpus(walk))
-    names = {nic.name for nic in walk.nics}
-    nics = tuple(_unfused(nic, names) for nic in walk.nics) or _class_nics(walk)
+        problem = _FOREIGN.get(root.tag, "not NCCL's format; give a file that NCCL_TOPO_DUMP_FILE wrote")
+        raise TopologyError(f"{source}:{root.line}: root element is <{shown(root.tag)[1:-1]}>, not <system>: {problem}")
+    reader = ElementReader(source)
+    reader.read_system(root)
+    gpus = _numbered(tuple(reader.gpus) or _class_gpus(reader))
+    names = {nic.name for nic in reader.nics}
+    nics = tuple(_mark_merged(nic, names) for nic in reader.nics) or _class_nics(reader)
     if len(gpus) > MOST_GPUS or len(nics) > MOST_NICS:
         raise TopologyError(
             f"{source}:{root.line}: {len(gpus)} GPUs and {len(nics)} network ports; "
@@ -256,47 +256,47 @@ def read_nccl_xml(text: str | bytes, source: str) -> Topology:
         source=f"NCCL XML {source}",
         gpus=gpus,
         nics=nics,
-        cpus=tuple(walk.cpus),
-        pci=tuple(walk.pci.values()),
-        nvlinks=_joined(walk.links, gpus, walk.notes) if walk.gpus and walk.knows_links else None,
+        cpus=tuple(reader.cpus),
+        pci=tuple(reader.pci.values()),
+        nvlinks=_with_peers(reader.links, gpus, reader.notes) if reader.gpus and reader.has_all_links else None,
     )
-    _note_what_is_missing(topology, walk)
-    return replace(topology, warnings=walk.notes.sentences())
+    _note_what_is_missing(topology, reader)
+    return replace(topology, warnings=reader.notes.sentences())
 
 
-def _of_kind(walk: Walk, kind: Literal["gpu", "nic"]) -> list[PciDevice]:
-    return [device for device in walk.pci.values() if device.kind == kind]
+def _of_kind(reader: ElementReader, kind: Literal["gpu", "nic"]) -> list[PciDevice]:
+    return [device for device in reader.pci.values() if device.kind == kind]
 
 
-def _numa(walk: Walk, device: PciDevice) -> int | None:
-    return None if device.cpu is None else walk.cpus[device.cpu].numa
+def _numa(reader: ElementReader, device: PciDevice) -> int | None:
+    return None if device.cpu is None else reader.cpus[device.cpu].numa
 
 
-def _class_gpus(walk: Walk) -> tuple[Gpu, ...]:
-    return tuple(Gpu(UNNUMBERED, device.busid, _numa(walk, device)) for device in _of_kind(walk, "gpu"))
+def _class_gpus(reader: ElementReader) -> tuple[Gpu, ...]:
+    return tuple(Gpu(UNNUMBERED, device.busid, _numa(reader, device)) for device in _of_kind(reader, "gpu"))
 
 
-def _class_nics(walk: Walk) -> tuple[Nic, ...]:
+def _class_nics(reader: ElementReader) -> tuple[Nic, ...]:
     return tuple(
         Nic(
             name=device.busid,
             busid=device.busid,
             port=None,
-            numa=_numa(walk, device),
+            numa=_numa(reader, device),
             speed_gbps=None,
             link_layer=link_layer(device.pci_class),
         )
-        for device in _of_kind(walk, "nic")
+        for device in _of_kind(reader, "nic")
     )
 
 
-def _unfused(nic: Nic, listed: set[str]) -> Nic:
-    """A NIC that NCCL made of several counts as virtual where the several are listed too."""
+def _mark_merged(nic: Nic, listed: set[str]) -> Nic:
+    """Return a NIC, marked virtual if NCCL merged it from several NICs that are listed too."""
     return replace(nic, virtual=True) if "+" in nic.name and listed.issuperset(nic.name.split("+")) else nic
 
 
 def _numbered(gpus: tuple[Gpu, ...]) -> tuple[Gpu, ...]:
-    """Number those that the file does not: by bus id, among all."""
+    """Return the GPUs with numbers; those without one get their place in the order of bus ids."""
     order = sorted(range(len(gpus)), key=lambda place: (len(gpus[place].busid or ""), gpus[place].busid or ""))
     numbers = {place: number for number, place in enumerate(order)}
     return tuple(
@@ -304,8 +304,8 @@ def _numbered(gpus: tuple[Gpu, ...]) -> tuple[Gpu, ...]:
     )
 
 
-def _joined(links: list[NvLinks], gpus: tuple[Gpu, ...], notes: Notes) -> tuple[NvLinks, ...]:
-    """Find the GPU at the other end of each NVLink."""
+def _with_peers(links: list[NvLinks], gpus: tuple[Gpu, ...], notes: Notes) -> tuple[NvLinks, ...]:
+    """Return the NVLinks with the GPU at their other end."""
     places: dict[str | None, int] = {}
     for place, gpu in enumerate(gpus):
         places.setdefault(gpu.busid, place)
@@ -314,17 +314,17 @@ def _joined(links: list[NvLinks], gpus: tuple[Gpu, ...], notes: Notes) -> tuple[
         peer = places.get(link.target) if link.kind in ("gpu", "unknown") else None
         if peer is None and link.kind == "gpu":
             notes.add(f"GPU {link.target}, where NVLinks lead to, is not in the file")
-        if peer == link.gpu:  # a virtual machine that hides what is at the other end
-            notes.add(f"NVLinks of GPU {link.target} lead to itself: what they join is taken as unknown")
+        if peer == link.gpu:  # a virtual machine that hides the other end
+            notes.add(f"NVLinks of GPU {link.target} lead to itself: their other end is taken as unknown")
             found.append(replace(link, kind="unknown"))
             continue
         found.append(link if peer is None else replace(link, peer=peer, kind="gpu"))
     return tuple(found)
 
 
-def _note_what_is_missing(topology: Topology, walk: Walk) -> None:
-    """Say what a reader of the facts would otherwise take for a fact."""
-    add = walk.notes.add
+def _note_what_is_missing(topology: Topology, reader: ElementReader) -> None:
+    """Add remarks about missing facts, which a user might otherwise misread."""
+    add = reader.notes.add
     classless = sum(device.pci_class is None for device in topology.pci)
     if not topology.gpus:
         add("no GPU found" + (f": {classless} PCI devices do not say what they are (no class)" if classless else ""))
@@ -334,9 +334,9 @@ def _note_what_is_missing(topology: Topology, walk: Walk) -> None:
         for place in sorted(set(range(len(topology.gpus))) - {link.gpu for link in topology.nvlinks or ()}):
             busid = topology.gpus[place].busid
             add(f"no NVLink at GPU {busid}, though others are on an NVSwitch: see `nvidia-smi nvlink -s`")
-    if topology.gpus and not walk.gpus:
+    if topology.gpus and not reader.gpus:
         add("a template without <gpu>: NVLinks, compute capability and GPUDirect are unknown")
-    if topology.nics and not walk.nics:
+    if topology.nics and not reader.nics:
         add("a template without <net>: names, speeds and ports of the network cards are unknown")
     listed = {gpu.busid for gpu in topology.gpus} | {nic.busid for nic in topology.nics}
     left_out: dict[str, list[str]] = defaultdict(list)

@@ -18,7 +18,7 @@ from bench.compressors.measure import Failure, Measurement, TooSlowError, markdo
 from bench.compressors.methods import RANKS_PER_NODE, Gradients, Method, layouts_of
 from bench.environment import machine
 from commopt import ConfigurationError
-from commopt.command_line import Parser, content_of, number, output_file, whole
+from commopt.command_line import CommandParser, content_of, number, output_file, whole
 from commopt.kernels.loader import loader_for
 
 _IN_A_CALLBACK = "Got the following error when running the callback: "  # torch's, once for each that it goes through
@@ -27,7 +27,9 @@ _MODELS = ("resnet50", "bert-large", "gpt2-medium")
 
 def parse_options() -> argparse.Namespace:
     """Read the command line."""
-    parser = Parser(prog="python -m bench.compressors", description=(bench.compressors.__doc__ or "").splitlines()[0])
+    parser = CommandParser(
+        prog="python -m bench.compressors", description=(bench.compressors.__doc__ or "").splitlines()[0]
+    )
     models, names = ",".join(_MODELS), ",".join(METHODS)
     parser.add_argument("--models", default=models, metavar="NAMES", help=f"of commopt.simulate (default {models})")
     parser.add_argument("--strategies", default=names, metavar="NAMES", help=f"presets and torch's hooks: {names}")

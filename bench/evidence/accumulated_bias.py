@@ -22,8 +22,8 @@ from bench.document import table
 from bench.evidence.compression_error import flat_gradients
 from commopt import Cast, Compressor, OneBit, Quantize
 from commopt.document import parse, read_text
-from commopt.feedback.store import round_stochastically
-from commopt.kernels.codec import ErrorFeedback, RngKey
+from commopt.feedback.residual import round_stochastically
+from commopt.kernels.codec import Encoding, ErrorFeedback, RngKey
 
 _COMPRESSORS = (Cast(), Cast(rounding="stochastic"), Quantize(8), Quantize(4), Quantize(2), OneBit())
 Keep = Callable[[Tensor, int], Tensor]
@@ -59,10 +59,11 @@ class Channel:
 
     def send(self, values: Tensor, step: int) -> Tensor:
         """Encode and decode `values`, with what was left out before; keep what is left out now. Return what arrives."""
-        carry = None if self.keep is None else ErrorFeedback(self.residual, torch.empty_like(values))
-        self.compressor.compress(values, self._payload, self._chunk_numel, 1.0, carry, RngKey(step=step))
-        if self.keep is not None and carry is not None:
-            self.residual = self.keep(carry.new, step).float()
+        feedback = None if self.keep is None else ErrorFeedback(self.residual, torch.empty_like(values))
+        encoding = Encoding(self._chunk_numel, 1.0, feedback, RngKey(step=step))
+        self.compressor.compress(values, self._payload, encoding)
+        if self.keep is not None and feedback is not None:
+            self.residual = self.keep(feedback.new, step).float()
         self.compressor.decompress(self._payload, self._decoded, self._chunk_numel)
         self.total += self._decoded
         return self._decoded

@@ -25,7 +25,7 @@ from bench.environment import run_of
 from bench.evidence.models import SUBJECTS, Subject
 from bench.evidence.training_run import NOTHING, STOCK, TrainingRun
 from bench.output import print_rows
-from commopt.command_line import Parser, content_of, output_file, whole
+from commopt.command_line import CommandParser, content_of, output_file, whole
 from examples.train_gpt import progress_bar, start_process_group
 
 CAPS_MB = (1, 2, 5, 25, 100)
@@ -94,7 +94,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 
 def parse_options() -> argparse.Namespace:
     """Read the command line."""
-    parser = Parser(prog="python -m bench.evidence.bucketing", description=(__doc__ or "").splitlines()[0])
+    parser = CommandParser(prog="python -m bench.evidence.bucketing", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", choices=SUBJECTS, default="transformer")
     parser.add_argument("--batch", type=whole(1), help="sets how long backward takes (default: by model)")
     parser.add_argument("--presets", type=lambda text: text.split(","), default=["flat"], metavar="NAME[,NAME...]")

@@ -16,7 +16,8 @@ from torch.nn.functional import cross_entropy
 from bench.environment import machine
 from bench.kernels.cases import timed_compressors
 from commopt import Compressor
-from commopt.command_line import Parser, output_file, whole
+from commopt.command_line import CommandParser, output_file, whole
+from commopt.compress import Encoding
 from examples.train_gpt import GPT, load_corpus, windows_at
 
 STEPS = (0, 5, 20, 50, 100, 200)
@@ -47,14 +48,14 @@ def relative_error(compressor: Compressor, values: torch.Tensor) -> float:
     chunk_numel = -(-values.numel() // compressor.granularity) * compressor.granularity
     payload = torch.empty(1, compressor.payload_nbytes(chunk_numel), dtype=torch.uint8)
     decoded = torch.empty_like(values)
-    compressor.compress(values, payload, chunk_numel, 1.0)
+    compressor.compress(values, payload, Encoding(chunk_numel))
     compressor.decompress(payload, decoded, chunk_numel)
     return float((values - decoded).norm() / values.norm())
 
 
 def main() -> None:
     """Measure, print a table, write the figures."""
-    parser = Parser(prog="python -m bench.evidence.compression_error", description=__doc__)
+    parser = CommandParser(prog="python -m bench.evidence.compression_error", description=__doc__)
     parser.add_argument("--batch", type=whole(1), default=BATCH, help="windows per node and step (default 4)")
     parser.add_argument("--json", type=output_file, metavar="FILE")
     options = parser.parse_args()

@@ -22,7 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 import commopt
 from bench.environment import machine
 from bench.output import print_rows
-from commopt.command_line import Parser, output_file, whole
+from commopt.command_line import CommandParser, output_file, whole
 
 _LAYERS = 64
 _WIDTH = 64
@@ -67,7 +67,7 @@ def measure(preset: commopt.Preset, pairs: int, steps: int) -> dict[str, Any]:
 
 def main() -> None:
     """Measure every preset, print and write the figures."""
-    parser = Parser(prog="python -m bench.evidence.hook_overhead", description=__doc__)
+    parser = CommandParser(prog="python -m bench.evidence.hook_overhead", description=__doc__)
     parser.add_argument("--pairs", type=whole(1), default=15)
     parser.add_argument("--steps", type=whole(1), default=20, help="steps on each side of a pair")
     parser.add_argument("--json", type=output_file, metavar="FILE")

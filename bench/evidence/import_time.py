@@ -13,7 +13,7 @@ from statistics import median
 
 from bench.environment import machine
 from bench.output import print_rows, write_results
-from commopt.command_line import Parser, output_file, whole
+from commopt.command_line import CommandParser, output_file, whole
 
 _PROGRAM = """
 from time import perf_counter
@@ -34,7 +34,7 @@ def measure() -> tuple[float, int]:
 
 def main() -> None:
     """Measure, print and write the figures."""
-    parser = Parser(prog="python -m bench.evidence.import_time", description=__doc__)
+    parser = CommandParser(prog="python -m bench.evidence.import_time", description=__doc__)
     parser.add_argument("--runs", type=whole(1), default=11)
     parser.add_argument("--json", type=output_file, metavar="FILE")
     options = parser.parse_args()

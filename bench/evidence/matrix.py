@@ -13,8 +13,8 @@ from typing import Any, Generic, TypeVar
 
 from bench.environment import Header
 from bench.output import written_by
-from commopt.cluster import Cluster, ClusterUnavailableError
-from commopt.command_line import Parser, number, output_file
+from commopt.cluster import ClusterUnavailableError, EmulatedCluster
+from commopt.command_line import CommandParser, number, output_file
 
 Environment = TypeVar("Environment", bound="World")
 Found = TypeVar("Found")
@@ -67,7 +67,7 @@ Run = TypeVar("Run", bound="tuple[Any, Sequence[Any]]")
 
 
 @dataclass(frozen=True)
-class EmulatedCluster:
+class ClusterShape:
     """An emulated cluster; `rate` is that of every node's link, "none" for one that is not shaped."""
 
     nodes: int
@@ -86,7 +86,7 @@ class EmulatedCluster:
 class Entry:
     """One run on a cluster of its own. command: what every rank runs. facts: what a record of it says of itself."""
 
-    place: EmulatedCluster
+    place: ClusterShape
     command: tuple[str, ...]
     facts: tuple[tuple[str, Any], ...] = ()
 
@@ -116,7 +116,7 @@ class Matrix(Generic[Run]):
 
     def main(self) -> int:
         """Run what the file lacks, then show all of it; return an exit status, that of the last entry that failed."""
-        parser = Parser(prog=f"python -m {self.program}", description=self.description)
+        parser = CommandParser(prog=f"python -m {self.program}", description=self.description)
         parser.add_argument("--json", type=output_file, required=True, metavar="FILE", help="append JSON lines")
         default = f"for each cluster (default {self.timeout_s:g})"
         parser.add_argument("--timeout", type=number(), default=self.timeout_s, metavar="S", help=default)
@@ -138,14 +138,14 @@ class Matrix(Generic[Run]):
         return failed
 
 
-def run_at(place: EmulatedCluster, command: Sequence[str], timeout_s: float) -> int:
+def run_at(place: ClusterShape, command: Sequence[str], timeout_s: float) -> int:
     """Run a module's command line on all ranks of a cluster of its own; return its exit status.
 
     Raises ClusterUnavailableError.
     """
     print(f"\n{place}", flush=True)
     begun_s = monotonic()
-    with Cluster(place.nodes, place.ranks_per_node, place.rate) as cluster:
+    with EmulatedCluster(place.nodes, place.ranks_per_node, place.rate) as cluster:
         status = cluster.run(["-m", *command], timeout_s=timeout_s, capture=False).returncode
     print(f"{place}: exit status {status} after {monotonic() - begun_s:.0f} s", flush=True)
     return status

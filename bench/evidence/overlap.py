@@ -30,7 +30,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import commopt
 from bench.environment import gather, run_of
 from bench.output import print_rows, write_results
-from commopt.command_line import Parser, output_file, whole
+from commopt.command_line import CommandParser, output_file, whole
 from examples.train_gpt import GPT, VOCABULARY, strategy_name
 
 Event = Mapping[str, Any]
@@ -252,7 +252,7 @@ def print_table(title: str, overlaps: Sequence[Overlap]) -> None:
 
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     """Return the options of the command line, or of `arguments`."""
-    parser = Parser(prog="python -m bench.evidence.overlap", description=(__doc__ or "").splitlines()[0])
+    parser = CommandParser(prog="python -m bench.evidence.overlap", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=whole(1), default=2, help="to start, unless torchrun has (default 2)")
     parser.add_argument("--strategy", type=strategy_name, default="hierarchical_quantized:bits=4")
     parser.add_argument("--steps", type=whole(1), default=3, help="to look at (default 3)")

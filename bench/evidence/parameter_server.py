@@ -33,9 +33,9 @@ import commopt
 from bench.document import table
 from bench.environment import end_when_told, machine
 from bench.output import read_lines, write_results, written_by
-from commopt.cluster import Cluster, ClusterUnavailableError
+from commopt.cluster import ClusterUnavailableError, EmulatedCluster
 from commopt.cluster.network import address
-from commopt.command_line import Parser, content_of, number, output_file, refuse, whole
+from commopt.command_line import CommandParser, content_of, number, output_file, refuse, whole
 from commopt.server import Scheduler, Server
 from commopt.server.secret import SECRET_VARIABLE
 from examples.train_gpt import Training, add_model_options
@@ -45,7 +45,7 @@ RUNS: dict[str, int | None] = {"synchronous": None, "undisturbed": 2, "disturbed
 STAGES = ("slow", "dead", "back")  # of the disturbed run's last worker: a third of the steps each
 _WORKERS = 3
 _SLOWER = 3
-_LOOKS = 8
+_READS_PER_TIMEOUT = 8
 _PORT = 29400
 _TIMEOUT_S = 10.0  # without a sign of life
 _POLL_S = 0.05
@@ -56,7 +56,7 @@ _COMPRESSORS = {"onebit": commopt.OneBit(), "quantize": commopt.Quantize(bits=4)
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the options of the command line, or of `arguments`."""
-    parser = Parser(prog=f"python -m {PROGRAM}", description=(__doc__ or "").splitlines()[0])
+    parser = CommandParser(prog=f"python -m {PROGRAM}", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=whole(1), default=1440, help="of all workers together (default 1440)")
     parser.add_argument("--pace", type=number(), default=0.6, metavar="SECONDS", help="of a step (default 0.6)")
     parser.add_argument("--period", type=whole(1), default=16, help="steps between two rounds (default 16)")
@@ -88,7 +88,7 @@ def serve(options: argparse.Namespace) -> None:
     server = Server(options.address, workers=_WORKERS, host=host)
     looks: list[dict[str, Any]] = []
     while not (options.folder / "stop").exists() or server.workers:
-        if len(looks) < _LOOKS and server.done >= options.steps * (len(looks) + 1) / _LOOKS:
+        if len(looks) < _READS_PER_TIMEOUT and server.done >= options.steps * (len(looks) + 1) / _READS_PER_TIMEOUT:
             looks.append(server.state_dict())
         _replace(options.folder / "done", str(server.done))
         time.sleep(_POLL_S)
@@ -154,7 +154,7 @@ class Run:
 
     name: str
     arguments: Sequence[str]
-    cluster: Cluster
+    cluster: EmulatedCluster
     folder: Path
 
     def __post_init__(self) -> None:
@@ -307,7 +307,7 @@ def main() -> int:
     os.environ[SECRET_VARIABLE] = secrets.token_hex()  # the nodes inherit it
     records = []
     try:
-        with Cluster(_WORKERS + 1, 1, options.rate) as cluster:
+        with EmulatedCluster(_WORKERS + 1, 1, options.rate) as cluster:
             for name in RUNS:
                 with tempfile.TemporaryDirectory() as folder:
                     print(f"{name} ...", file=sys.stderr, flush=True)

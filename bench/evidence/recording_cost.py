@@ -19,7 +19,7 @@ from bench.environment import run_of
 from bench.evidence.models import SUBJECTS, Subject
 from bench.evidence.training_run import TrainingRun
 from bench.output import print_rows
-from commopt.command_line import Parser, output_file, whole
+from commopt.command_line import CommandParser, output_file, whole
 from examples.train_gpt import progress_bar, start_process_group
 
 _NAMES = ("off", "off again", "on")
@@ -50,7 +50,7 @@ def measure(subject: Subject, steps: int) -> dict[str, Any]:
 
 def main() -> None:
     """Measure; rank 0 reports."""
-    parser = Parser(prog="python -m bench.evidence.recording_cost", description=__doc__)
+    parser = CommandParser(prog="python -m bench.evidence.recording_cost", description=__doc__)
     parser.add_argument("--model", choices=SUBJECTS, default="many_small")
     parser.add_argument("--batch", type=whole(1), help="default: by model")
     parser.add_argument("--steps", type=whole(1), default=200)

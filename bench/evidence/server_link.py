@@ -25,9 +25,9 @@ from torch import Tensor
 from bench.document import table
 from bench.environment import machine
 from bench.output import read_lines, write_results, written_by
-from commopt.command_line import Parser, content_of, output_file, whole
-from commopt.server.door import Door
-from commopt.server.link import Link, connect
+from commopt.command_line import CommandParser, content_of, output_file, whole
+from commopt.server.channel import SecureChannel, connect
+from commopt.server.listener import SecureListener
 
 PROGRAM = "bench.evidence.server_link"
 _SECRET = "of this benchmark"
@@ -39,7 +39,7 @@ Exchange = Callable[[Tensor], None]
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the options of the command line, or of `arguments`."""
-    parser = Parser(prog=f"python -m {PROGRAM}", description=(__doc__ or "").splitlines()[0])
+    parser = CommandParser(prog=f"python -m {PROGRAM}", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--mib", type=whole(1, 4096), nargs="+", default=[1, 16, 128], help="of a message")
     parser.add_argument("--repeats", type=whole(1), default=9, help="of which the median counts (default 9)")
     what = parser.add_mutually_exclusive_group()
@@ -57,8 +57,8 @@ def echo_link(port: int, mib: Sequence[int], repeats: int) -> None:
     link = connect("127.0.0.1", port, _SECRET, _TIMEOUT_S, _TIMEOUT_S)
     for message in messages(mib):
         for _ in range(repeats):
-            link.fill(message)
-            link.send(message)
+            link.receive_into(message)
+            link.send_tensor(message)
     link.close()
 
 
@@ -99,14 +99,14 @@ def measure(mib: Sequence[int], repeats: int) -> list[dict[str, Any]]:
     """Measure both."""
     context, records = multiprocessing.get_context("spawn"), []
 
-    def serve(link: Link, _: str) -> None:
-        records.extend(timed("link", mib, repeats, link.send, lambda message: void(link.fill(message))))
+    def serve(link: SecureChannel, _: str) -> None:
+        records.extend(timed("link", mib, repeats, link.send_tensor, lambda message: void(link.receive_into(message))))
 
-    door = Door("127.0.0.1", 0, _SECRET, _TIMEOUT_S, serve, print)
-    other = context.Process(target=echo_link, args=(door.port, mib, repeats))
+    listener = SecureListener("127.0.0.1", 0, _SECRET, _TIMEOUT_S, serve, print)
+    other = context.Process(target=echo_link, args=(listener.port, mib, repeats))
     other.start()
     other.join()
-    door.close()
+    listener.close()
     with tempfile.TemporaryDirectory() as folder:
         file = str(Path(folder) / "meeting")
         other = context.Process(target=echo_gloo, args=(file, mib, repeats))

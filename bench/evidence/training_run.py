@@ -19,7 +19,7 @@ import commopt
 from bench.evidence.models import Subject
 from commopt.feedback import Layout
 from commopt.schedule import Unit
-from commopt.schedule.measure import Readiness
+from commopt.schedule.measure import GradientTimes
 from commopt.simulate import Workload
 
 STOCK, NOTHING = "ddp", "no communication"
@@ -106,7 +106,7 @@ class Profile:
 
     def turn(self, steps: int, *, counts: bool = True) -> list[float]:
         """Take some steps, and return what each took on the slowest rank, in seconds; keep it if it `counts`."""
-        readiness = Readiness(torch.device("cpu"))
+        readiness = GradientTimes(torch.device("cpu"))
         readiness.start(self._parameters)
         begins_us, ends_us = [], []
         used = torch.zeros(1, dtype=torch.float64)

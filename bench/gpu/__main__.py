@@ -19,31 +19,29 @@ from bench.gpu.report import FILE, print_tables
 from bench.gpu.runner import Place
 from bench.gpu.session import Step, session
 from bench.gpu.steps import steps
-from commopt.command_line import Parser, number
+from commopt.command_line import CommandParser, number
 
-_PARTS = ("first", "second")
 _UNUSABLE = 2
-_ONLY = "take these steps alone, in this order; first and second name all of a part; others' outcomes stay"
+_ONLY = "take these steps alone, in this order; others' outcomes stay"
 
 
 def main() -> int:
     """Take the chosen steps; return 1 when one of them fell through, 2 where there is no GPU."""
-    parser = Parser(prog="python -m bench.gpu", description=(bench.gpu.__doc__ or "").splitlines()[0])
+    parser = CommandParser(prog="python -m bench.gpu", description=(bench.gpu.__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("build/gpu"), metavar="FOLDER", help="default build/gpu")
     parser.add_argument("--only", metavar="STEP[,STEP...]", help=_ONLY)
-    parser.add_argument("--skip", default="", metavar="STEP[,STEP...]", help="leave these steps out")
     parser.add_argument("--limit-s", type=number(), metavar="S", help="of all steps together (default: none)")
     parser.add_argument("--build", type=Path, metavar="FOLDER", help="compile first, and install into FOLDER alone")
     parser.add_argument("--list", action="store_true", help="print the steps and what each shows")
     options = parser.parse_args()
     known = steps(build=options.build is not None)
     try:
-        chosen = choose(known, options.only, options.skip)
+        chosen = choose(known, options.only)
     except ValueError as error:
         parser.error(str(error))
     if options.list:
         for step in chosen:
-            print(f"{_PARTS[step.part - 1]:<8}{step.name:<16}{step.limit_s:>4.0f} s  {step.shows}")
+            print(f"{step.name:<16}{step.limit_s:>4.0f} s  {step.shows}")
         return 0
     if not torch.cuda.is_available():
         print(f"bench.gpu: {no_gpu()}", file=sys.stderr)
@@ -60,23 +58,16 @@ def main() -> int:
     return 1 if any(outcome.fell_through for outcome in outcomes) else 0
 
 
-def choose(known: Sequence[Step], only: str | None, skip: str) -> list[Step]:
-    """Return the steps named in `only`, in its order, or all, without those in `skip`.
-
-    The name of a part stands for its steps. Raises ValueError for unknown names.
-    """
-    by_name = {step.name: [step] for step in known}
-    by_part = {name: [step for step in known if step.part == part] for part, name in enumerate(_PARTS, 1)}
-
-    def named(text: str) -> list[Step]:
-        for name in _split(text):
-            if name not in by_name and name not in by_part:
-                raise ValueError(f"there is no step {name!r}; known: {', '.join((*by_name, *by_part))}")
-        return [step for name in _split(text) for step in by_name.get(name) or by_part[name]]
-
-    unwanted = {step.name for step in named(skip)}
-    wanted = known if only is None else {step.name: step for step in named(only)}.values()
-    return [step for step in wanted if step.name not in unwanted]
+def choose(known: Sequence[Step], only: str | None) -> list[Step]:
+    """Return the steps named in `only`, in its order, or all; raises ValueError for unknown names."""
+    if only is None:
+        return list(known)
+    by_name = {step.name: step for step in known}
+    names = list(dict.fromkeys(name.strip() for name in only.split(",") if name.strip()))
+    for name in names:
+        if name not in by_name:
+            raise ValueError(f"there is no step {name!r}; known: {', '.join(by_name)}")
+    return [by_name[name] for name in names]
 
 
 def no_gpu() -> str:
@@ -86,10 +77,6 @@ def no_gpu() -> str:
         f"torch {torch.__version__} of {sys.executable} is built {built} and sees no GPU, so there is nothing to "
         f"test or measure; run it where there is one, with a Python that has torch for CUDA: make gpu PYTHON=..."
     )
-
-
-def _split(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from bench.gpu.runner import ROOT, environment
-from commopt.command_line import Parser
+from commopt.command_line import CommandParser
 from commopt.kernels import sources
 
 
@@ -44,7 +44,7 @@ def install(python: Path, architecture: str) -> None:
 
 
 def problem() -> str | None:
-    """Return what is wrong with the compiled kernels of this Python, None when all that have a source are there."""
+    """Return the fault of the compiled kernels of this Python, None when every kernel with a source is there."""
     try:
         names = import_module("commopt._C").names()
     except ImportError as error:
@@ -69,7 +69,7 @@ def _run(command: list[str], variables: dict[str, str] | None = None) -> None:
 
 def main() -> int:
     """Install where that is wanted, then check."""
-    parser = Parser(prog="python -m bench.gpu.build", description=(__doc__ or "").splitlines()[0])
+    parser = CommandParser(prog="python -m bench.gpu.build", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--into", type=Path, metavar="FOLDER", help="a virtual environment to make and install into")
     parser.add_argument("--architecture", metavar="XY", help="compute capability, 90 for 9.0 (default: of the GPU)")
     options = parser.parse_args()

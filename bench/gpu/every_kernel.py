@@ -20,10 +20,10 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from commopt.command_line import Parser
+from commopt.command_line import CommandParser
 from commopt.errors import ConfigurationError
 from commopt.kernels import lowrank, quantize, sources, sparse
-from commopt.kernels.codec import Codec, CodecName, ErrorFeedback, RngKey
+from commopt.kernels.codec import Codec, CodecName, Encoding, ErrorFeedback, RngKey
 from commopt.kernels.loader import VARIABLE, loader_for
 from commopt.kernels.sparse import BLOCK, SparseRow
 
@@ -48,24 +48,24 @@ def _blocks(codec: Codec, device: torch.device) -> Iterator[Call]:
     chunk_numel = 5 * codec.block
     numel = _PEERS * chunk_numel - 37
     rows = partial(_rows, codec.payload_nbytes(chunk_numel), device)
-    for dtype, carrying in itertools.product(_DTYPES, (False, True)):
+    for dtype, with_residual in itertools.product(_DTYPES, (False, True)):
         values, payload, sent = _random(numel, device).to(dtype), rows(_PEERS), rows(1)
-        carry, owned = (_carry(count, device) if carrying else None for count in (numel, chunk_numel - 5))
-        yield partial(quantize.encode, codec, values, payload, chunk_numel, 0.5, carry, _RNG)
+        residual, owned = (_residual(count, device) if with_residual else None for count in (numel, chunk_numel - 5))
+        yield partial(quantize.encode, codec, values, payload, Encoding(chunk_numel, 0.5, residual, _RNG))
         yield partial(quantize.decode, codec, payload, torch.empty_like(values), chunk_numel)
         yield partial(quantize.accumulate, codec, payload, torch.empty(chunk_numel, device=device))
-        yield partial(quantize.recode, codec, payload, sent, chunk_numel, chunk_numel - 5, owned, _RNG)
+        yield partial(quantize.recode, codec, payload, sent, chunk_numel - 5, Encoding(chunk_numel, 1.0, owned, _RNG))
 
 
 def _sparse(value_dtype: torch.dtype, device: torch.device) -> Iterator[Call]:
     row = SparseRow.of(BLOCK + 4465, 0.01, value_dtype)
     numel = 2 * row.chunk_numel - 11
     values, payload = _random(numel, device), _rows(row.nbytes, device, 2)
-    carry = _carry(numel, device)
-    carries = [replace(carry, loss_scale=scale) for scale in (carry.loss_scale, None)]
+    residual = _residual(numel, device)
+    residuals = [replace(residual, loss_scale=scale) for scale in (residual.loss_scale, None)]
     few = values[: row.chunk_numel - 4000]  # the second row is all padding
     for given in (values, torch.zeros_like(values)):  # a few candidates in each tile, and all that there are
-        for taken in (None, *carries):
+        for taken in (None, *residuals):
             yield partial(sparse.select, row, given, payload, 0.5, taken)
     yield partial(sparse.select, row, few, payload, 0.5, None)
     for dtype in _DTYPES:
@@ -75,10 +75,10 @@ def _sparse(value_dtype: torch.dtype, device: torch.device) -> Iterator[Call]:
 
 def _cast(device: torch.device) -> Iterator[Call]:
     numel = 4099
-    for dtype, carrying in itertools.product(_DTYPES, (False, True)):
-        values, carry = _random(numel, device).to(dtype), _carry(numel, device) if carrying else None
+    for dtype, with_residual in itertools.product(_DTYPES, (False, True)):
+        values, residual = _random(numel, device).to(dtype), _residual(numel, device) if with_residual else None
         rounded = torch.empty(numel, dtype=torch.bfloat16, device=device)
-        yield partial(quantize.round_stochastically, values, rounded, 0.5, carry, _RNG, 8)
+        yield partial(quantize.round_stochastically, values, rounded, 0.5, residual, _RNG, 8)
 
 
 def _low_rank(device: torch.device) -> Iterator[Call]:
@@ -117,7 +117,7 @@ def _rows(nbytes: int, device: torch.device, count: int) -> Tensor:
     return torch.zeros(count, nbytes, dtype=torch.uint8, device=device)
 
 
-def _carry(numel: int, device: torch.device) -> ErrorFeedback:
+def _residual(numel: int, device: torch.device) -> ErrorFeedback:
     loss_scale = torch.tensor(1024.0, device=device)
     return ErrorFeedback(_random(numel, device), torch.empty(numel, device=device), loss_scale, 0.9)
 
@@ -137,7 +137,7 @@ def launched(name: str, device: torch.device) -> set[str]:
 
 def main() -> int:
     """Launch everything with every loader; fail when one cannot be used or a kernel was left out."""
-    parser = Parser(prog="python -m bench.gpu.every_kernel", description=(__doc__ or "").splitlines()[0])
+    parser = CommandParser(prog="python -m bench.gpu.every_kernel", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", default="cuda", help="cuda or cpu (default cuda)")
     parser.add_argument("--loaders", nargs="+", choices=LOADERS, default=LOADERS, help="default: both")
     options = parser.parse_args()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write down what machine this is, and whether its GPU is in good health: `python -m bench.gpu.machine --json FILE`.
+"""Record the machine, and whether its GPU is in good health: `python -m bench.gpu.machine --json FILE`.
 
-Versions, the GPU, how fast it copies and multiplies, what commopt's topology and doctor and what nvidia-smi say.
+Versions, the GPU, its rates of copies and products, and the answers of topology, doctor and nvidia-smi.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from bench.environment import machine
-from commopt.command_line import Parser, output_file, whole
+from commopt.command_line import CommandParser, output_file, whole
 
 _PACKAGES = ("triton", "cupy-cuda12x", "cupy-cuda13x", "nvidia-ml-py", "pybind11", "scikit-build-core", "transformers")
 _PROGRAMS = ("compute-sanitizer",)
@@ -32,7 +32,7 @@ _ROWS, _CALLS = 5, 10
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of all that takes part; None for what is not there."""
+    """Return the versions of all software that takes part; None for a package that is absent."""
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None
     release = re.search(r"release ([\d.]+)", _output(["nvcc", "--version"])) if which("nvcc") else None
     found = {**{name: _installed(name) for name in _PACKAGES}, **{name: which(name) for name in _PROGRAMS}}
@@ -40,7 +40,7 @@ def versions() -> dict[str, str | None]:
 
 
 def device_facts(device: torch.device) -> dict[str, Any]:
-    """Return what the device is."""
+    """Return the properties of the device."""
     if device.type != "cuda":
         return {"gpu": None}
     properties = torch.cuda.get_device_properties(device)
@@ -64,7 +64,7 @@ def rates(device: torch.device, copy_bytes: int, side: int) -> dict[str, float]:
 
 
 def _seconds_of(call: Callable[[], object], device: torch.device) -> float:
-    """Return what a call takes: the median of some rows of them, after one that counts for nothing."""
+    """Return the seconds of a call: the median over some rows of calls, after one row of warm-up."""
     rows_s = []
     for _ in range(_ROWS + 1):
         started = time.perf_counter()
@@ -77,14 +77,14 @@ def _seconds_of(call: Callable[[], object], device: torch.device) -> float:
 
 
 def nvidia_smi() -> dict[str, str]:
-    """Return what the driver's tool says; empty where there is none."""
+    """Return the answers of the driver's tool; empty where there is none."""
     if not which("nvidia-smi"):
         return {}
     return {"query": _said("nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv"), "topology": _said(*_TOPOLOGY)}
 
 
 def _said(*command: str) -> str:
-    """Return what a tool prints, complaints too: containers keep some answers from it."""
+    """Return the output of a tool, errors too: in containers it cannot answer everything."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     return done.stdout + done.stderr
 
@@ -108,8 +108,8 @@ def _of_module(*arguments: str, statuses: Sequence[int] = (0,)) -> Any:
 
 
 def main() -> int:
-    """Ask for everything, write what was answered, and fail when something was not."""
-    parser = Parser(prog="python -m bench.gpu.machine", description=(__doc__ or "").splitlines()[0])
+    """Ask all questions, write the answers, and fail when one is missing."""
+    parser = CommandParser(prog="python -m bench.gpu.machine", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=output_file, metavar="FILE", required=True)
     parser.add_argument("--device", default="cuda", help="cuda or cpu (default cuda)")
     parser.add_argument("--copy-bytes", type=whole(1), default=2**31, help="of the copy that is timed (default 2 GiB)")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the files of a step say: tests counted, targets, whether a model has learned."""
+"""Read the files of a step: counts of tests, targets, whether a model has learned."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Read = Callable[[Place], "Parsed"]
 
 @dataclass(frozen=True)
 class Parsed:
-    """What a step left behind; `why` when that shows a failure, whatever its exit status was."""
+    """The results of a step; `why` when they show a failure, whatever the exit status was."""
 
     tests: Counted | None = None
     targets: list[Target] = field(default_factory=list)
@@ -37,7 +37,7 @@ def nothing(place: Place) -> Parsed:
 
 
 def tests(file: str) -> Read:
-    """Return what reads the file of pytest's --junitxml among the files."""
+    """Return a reader of the file that pytest's --junitxml wrote."""
 
     def read(place: Place) -> Parsed:
         cases = list(ElementTree.parse(place.out / file).iter("testcase"))
@@ -56,7 +56,7 @@ def tests(file: str) -> Read:
 
 
 def learned(file: str, strategies: Sequence[str]) -> Read:
-    """Return what reads a file of bench.training among the files, in which all of `strategies` should be.
+    """Return a reader of a file of bench.training, which should have all of `strategies`.
 
     Losses alone, since ranks that share a GPU take turns.
     """
@@ -75,7 +75,7 @@ def learned(file: str, strategies: Sequence[str]) -> Read:
 
 
 def kernels(place: Place) -> Parsed:
-    """Read what is the target of kernels, and whether they achieve it; a kernel that cannot run is a failure."""
+    """Read the targets of kernels, and whether they were met; a kernel that cannot run is a failure."""
     file = place.out / "kernels.json"
     targets = [
         Target(
@@ -92,7 +92,7 @@ def kernels(place: Place) -> Parsed:
 
 
 def compressors(place: Place) -> Parsed:
-    """Read what is the target of presets; one that could not be measured is a failure, one of torch's is none."""
+    """Read the targets of presets; one that could not be measured is a failure, but not one of torch's."""
     file = place.out / "compressors.json"
     targets = [
         Target(
@@ -109,7 +109,7 @@ def compressors(place: Place) -> Parsed:
 
 
 def overlap(place: Place) -> Parsed:
-    """Read what part of the lane's work ran beside backward on each rank, and whether a step waited for the device."""
+    """Read how much of the lane's work ran beside backward on each rank, and whether a step waited for the device."""
     ranks = _records(place.out / "overlap.json", "rank")
     parts = [each["both_ms"] / each["lane_ms"] if each["lane_ms"] else 0.0 for each in ranks]
     waits = [each["waits"] for each in ranks]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a session on a GPU came to: its records, their file, and its tables: `python -m bench.gpu.report FILE`."""
+"""The outcome of a session on a GPU: its records, their file, and its tables: `python -m bench.gpu.report FILE`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from bench.document import table
 from bench.output import print_rows, read_lines, write_results, written_by
-from commopt.command_line import Parser
+from commopt.command_line import CommandParser
 
 KIND, FILE = "gpu", "gpu.json"
 
@@ -40,7 +40,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One step. `why` says what went wrong, or why it was skipped; `facts` are what else is worth keeping."""
+    """One step. `why` says what went wrong, or why it was skipped; `facts` are other figures worth keeping."""
 
     name: str
     command: str
@@ -142,7 +142,7 @@ def markdown(path: Path) -> str:
 
 def main() -> int:
     """Print the tables, for a terminal or for a document."""
-    parser = Parser(prog="python -m bench.gpu.report", description=(__doc__ or "").splitlines()[0])
+    parser = CommandParser(prog="python -m bench.gpu.report", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("file", type=Path, metavar="FILE", help=f"{FILE} in the folder that --out of bench.gpu named")
     parser.add_argument("--markdown", action="store_true", help="print tables for a document")
     options = parser.parse_args()

@@ -16,7 +16,7 @@ from itertools import count
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-GRACE_S = 25.0  # for pytest to write what it knows, for launchers to end their ranks
+GRACE_S = 25.0  # for pytest to write its results, for launchers to end their ranks
 MARK = "BENCH_GPU_STEP"
 _QUIET_LOOKS = 3
 _KILL_S = 10.0
@@ -68,7 +68,7 @@ def run(
 
 
 def _heed_interrupts() -> None:
-    """Undo what a shell does to a program that it starts in the background: let it be interrupted."""
+    """Let the process be interrupted: a shell makes programs in the background ignore that."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -133,7 +133,7 @@ class Place:
 
 
 def environment() -> dict[str, str]:
-    """Return what every step finds in its environment: this project on the path, and CUDA's tools."""
+    """Return the environment of every step: this project and CUDA's tools are on the path."""
     path = [os.environ.get("PATH", os.defpath), *([str(CUDA_TOOLS)] if CUDA_TOOLS.is_dir() else [])]
     python_path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {

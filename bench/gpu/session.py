@@ -24,21 +24,15 @@ _HOLDERS = re.compile(r"Process \d+ has \S+ \S+ memory in use")
 
 @dataclass(frozen=True)
 class Step:
-    """What to run and for how long at most; words of the command may hold what `Place.filled` fills in."""
+    """A command and its time limit; `Place.filled` fills in placeholders in its words."""
 
     name: str
     shows: str
     command: tuple[str, ...]
     limit_s: float
     read: Read = nothing
-    settings: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict)
     """Of the environment."""
-    missing: Callable[[], str | None] = lambda: None
-    """Target just before: why it cannot run on this machine, None when it can."""
-    refusal: str | None = None
-    """What the program says on a machine that it cannot serve."""
-    part: int = 1
-    """What is to be done first, in one call of eight minutes, or second."""
 
     @property
     def results(self) -> list[str]:
@@ -47,22 +41,18 @@ class Step:
 
 
 def take(step: Step, place: Place, left_s: float) -> Outcome:
-    """Run a step in what is left of the time, and never raise for what goes wrong in it."""
+    """Run a step in the time that is left; never raise for a fault in it."""
     if left_s < min(LEAST_S, step.limit_s):
         return _outcome(step, place, 0.0, "skipped", f"{max(left_s, 0):.0f} s were left")
-    if why := step.missing():
-        return _outcome(step, place, 0.0, "skipped", why)
     limit_s = min(step.limit_s, left_s)
     for file in step.results:
-        (place.out / file).unlink(missing_ok=True)  # what an earlier session left is no result of this one
+        (place.out / file).unlink(missing_ok=True)  # of an earlier session
     log = log_of(step.name, place)
     started = time.monotonic()
     try:
-        ended = run(place.filled(step.command), {**environment(), **step.settings}, log, limit_s)
+        ended = run(place.filled(step.command), {**environment(), **step.variables}, log, limit_s)
     except OSError as error:  # a program that is not there
         return _outcome(step, place, time.monotonic() - started, "failed", str(error))
-    if ended.status is not None and (why := _refusal(step, log)):
-        return _outcome(step, place, ended.seconds, "skipped", why)
     found, unread = _found(step, place)
     verdict, why = _verdict(ended, limit_s, found.why or _last_line(log), found.why or unread)
     if verdict != "passed" and (busy := busy_device(_lines(log))):
@@ -71,7 +61,7 @@ def take(step: Step, place: Place, left_s: float) -> Outcome:
 
 
 def busy_device(lines: Iterable[str]) -> str | None:
-    """Return what shows that work of other processes kept the device, None when nothing does.
+    """Return the line that shows that other processes kept the device busy, None when there is none.
 
     lines: of a step that fell through. When memory runs out torch names the processes that hold some; ranks of the
     step itself may be among them.
@@ -90,7 +80,7 @@ def log_of(name: str, place: Place) -> Path:
 
 
 def _found(step: Step, place: Place) -> tuple[Parsed, str]:
-    """Return what the results say, and why they say nothing."""
+    """Return the parsed results, or why they cannot be read."""
     try:
         return step.read(place), ""
     except Exception as error:  # whatever a program that was stopped, or is new, has written
@@ -98,18 +88,12 @@ def _found(step: Step, place: Place) -> tuple[Parsed, str]:
 
 
 def _verdict(ended: Ended, limit_s: float, said: str, wrong: str) -> tuple[Verdict, str]:
-    """said: what explains best why it came to no good end. wrong: what is, whatever the exit status."""
+    """said: the best explanation of a bad end. wrong: a failure in the results, whatever the exit status."""
     if ended.status is None:
         return "timed out", f"stopped after {limit_s:.0f} s; {said}"
     if ended.status != 0:
         return "failed", f"exit status {ended.status}; {said}"
     return ("failed", wrong) if wrong else ("passed", "")
-
-
-def _refusal(step: Step, log: Path) -> str | None:
-    """Return the line in which the program says that it cannot serve this machine, None when it does not."""
-    refusal = step.refusal
-    return None if refusal is None else next((line for line in _lines(log) if refusal in line), None)
 
 
 def _last_line(log: Path) -> str:
@@ -125,10 +109,10 @@ def _outcome(
     step: Step, place: Place, seconds: float, verdict: Verdict, why: str = "", found: Parsed | None = None
 ) -> Outcome:
     found = found or Parsed()
-    settings = "".join(f"{name}={value} " for name, value in step.settings.items())
+    variables = "".join(f"{name}={value} " for name, value in step.variables.items())
     return Outcome(
         name=step.name,
-        command=settings + place.shown(step.command),
+        command=variables + place.shown(step.command),
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         seconds=round(seconds, 1),
         verdict=verdict,
@@ -150,7 +134,7 @@ def session(
     order: Sequence[str],
     clock: Callable[[], float] = time.monotonic,
 ) -> list[Outcome]:
-    """Take all steps within `limit_s`, write what is known after each, and return the outcomes of these steps.
+    """Take all steps within `limit_s`, write the file after each, and return the outcomes of these steps.
 
     Outcomes of other steps that the file has from before stay in it; `order` names all that are known.
     """

@@ -18,7 +18,7 @@ from bench.kernels.case import Setting
 from bench.kernels.cases import PEERS, families
 from bench.kernels.measure import DeviceCopy, Missing, Record, ResultFile, described, markdown, measure, print_table
 from bench.timing import Clock, clock_of, events_us
-from commopt.command_line import Parser, content_of, output_file, whole
+from commopt.command_line import CommandParser, content_of, output_file, whole
 from commopt.kernels.loader import loader_for
 
 _GPU_REPEATS, _CPU_REPEATS = 30, 7
@@ -42,7 +42,7 @@ def records(setting: Setting, only: set[str], repeats: int, clock: Clock) -> Ite
 def main() -> None:
     """Measure every kernel, print and write the figures; exits with 1 when something failed."""
     names = sorted({name for family in families() for name in family.names})
-    parser = Parser(prog="python -m bench.kernels", description=(bench.kernels.__doc__ or "").splitlines()[0])
+    parser = CommandParser(prog="python -m bench.kernels", description=(bench.kernels.__doc__ or "").splitlines()[0])
     parser.add_argument("--numel", type=whole(1), default=25_000_000, help="elements of the gradient")
     parser.add_argument("--peers", type=whole(1), default=PEERS, help="ranks whose rows an owner adds up")
     parser.add_argument("--repeats", type=whole(1), help=f"by default {_GPU_REPEATS} on a GPU, {_CPU_REPEATS} on a CPU")

@@ -149,7 +149,7 @@ class Setting:
         return self.random(self.numel)
 
     @cached_property
-    def carry(self) -> ErrorFeedback:
+    def residual(self) -> ErrorFeedback:
         """A residual for it, smaller than it is."""
         return ErrorFeedback(self.random(self.numel) / 8, torch.empty(self.numel, device=self.device))
 

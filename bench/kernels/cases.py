@@ -31,8 +31,8 @@ from commopt.kernels import lowrank, quantize, sparse
 from commopt.kernels import lowrank_reference as lowrank_reference
 from commopt.kernels import quantize_reference as reference
 from commopt.kernels import sparse_reference as sparse_reference
-from commopt.kernels.codec import Codec, RngKey
-from commopt.kernels.residual import round_with_carry
+from commopt.kernels.codec import Codec, Encoding, RngKey
+from commopt.kernels.residual import round_with_residual
 from commopt.kernels.sparse import SparseRow
 
 _INT8 = Quantize(8).codec
@@ -53,10 +53,10 @@ def _block_cases(codec: Codec, variant: str, setting: Setting) -> Iterator[Case]
 
 def _of_a_rank(codec: Codec, variant: str, setting: Setting) -> Iterator[Case]:
     """Yield cases of a gradient that is cut into a chunk for each peer."""
-    values, carry = setting.values, setting.carry
+    values, residual = setting.values, setting.residual
     chunk_numel = ceil(setting.numel / (setting.peers * codec.block)) * codec.block
     payload = rows(setting.peers, codec.payload_nbytes(chunk_numel), setting.device)
-    quantize.encode(codec, values, payload, chunk_numel, SCALE, None, _RNG)
+    quantize.encode(codec, values, payload, Encoding(chunk_numel, SCALE, rng_key=_RNG))
     sent, decoded = torch.empty_like(payload), torch.empty_like(values)
     on_gpu = codec == _INT8 and setting.device.type == "cuda"
     yield Case(
@@ -64,10 +64,10 @@ def _of_a_rank(codec: Codec, variant: str, setting: Setting) -> Iterator[Case]:
         variant,
         quantize.encode,
         reference.encode,
-        (codec, values, sent, chunk_numel, SCALE, carry, _RNG),
-        (values, carry.old),
-        (sent, carry.new),
-        others=(compiled_int8_blocks(values, carry.old, SCALE, codec.block),) if on_gpu else (),
+        (codec, values, sent, Encoding(chunk_numel, SCALE, residual, _RNG)),
+        (values, residual.old),
+        (sent, residual.new),
+        others=(compiled_int8_blocks(values, residual.old, SCALE, codec.block),) if on_gpu else (),
         targets=_block_targets(codec, "encode"),
     )
     yield Case(
@@ -84,11 +84,11 @@ def _of_a_rank(codec: Codec, variant: str, setting: Setting) -> Iterator[Case]:
 
 def _of_an_owner(codec: Codec, variant: str, setting: Setting) -> Iterator[Case]:
     """Yield cases of rows that hold as many elements as the gradient: with fewer, caches would be measured."""
-    carry, chunk_numel = setting.carry, ceil(setting.numel / codec.block) * codec.block
+    residual, chunk_numel = setting.residual, ceil(setting.numel / codec.block) * codec.block
     payloads = rows(setting.peers, codec.payload_nbytes(chunk_numel), setting.device)
     for peer in range(setting.peers):
         own = setting.values.roll(peer)
-        quantize.encode(codec, own, payloads[peer : peer + 1], chunk_numel, SCALE, None, _RNG)
+        quantize.encode(codec, own, payloads[peer : peer + 1], Encoding(chunk_numel, SCALE, rng_key=_RNG))
     total, sent = torch.empty(chunk_numel, device=setting.device), torch.empty_like(payloads[:1])
     variant = f"{variant}, {setting.peers} peers"
     yield Case(
@@ -106,9 +106,9 @@ def _of_an_owner(codec: Codec, variant: str, setting: Setting) -> Iterator[Case]
         variant,
         quantize.recode,
         reference.recode,
-        (codec, payloads, sent, chunk_numel, setting.numel, carry, _RNG),
-        (payloads, carry.old),
-        (sent, carry.new),
+        (codec, payloads, sent, setting.numel, Encoding(chunk_numel, 1.0, residual, _RNG)),
+        (payloads, residual.old),
+        (sent, residual.new),
         targets=_block_targets(codec, "recode"),
     )
 
@@ -163,20 +163,20 @@ def _sparse_cases(density: float, setting: Setting) -> Iterator[Case]:
 
 
 def _selections(row: SparseRow, title: str, setting: Setting) -> Iterator[Case]:
-    values, carry = setting.values, setting.carry
+    values, residual = setting.values, setting.residual
     payload = rows(1, row.nbytes, setting.device)
     targets = times_copy_of(1.4, _PASSES_NBYTES * setting.numel, f"{_PASSES_NBYTES} B an element")
     sent = torch.empty(row.count, dtype=row.value_dtype, device=setting.device)
-    route = partial(topk_route, values, carry.old, carry.new, sent, SCALE)
+    route = partial(topk_route, values, residual.old, residual.new, sent, SCALE)
     yield Case(
         "select",
         title,
         sparse.select,
         sparse_reference.select,
-        (row, values, payload, SCALE, carry),
-        (values, carry.old),
-        (payload, carry.new),
-        others=(Implementation(TOPK, route, (carry.new, sent)),),
+        (row, values, payload, SCALE, residual),
+        (values, residual.old),
+        (payload, residual.new),
+        others=(Implementation(TOPK, route, (residual.new, sent)),),
         targets=(targets, times_faster(5, TOPK)),
     )
 
@@ -225,16 +225,16 @@ def _bases(setting: Setting) -> Iterator[Case]:
 
 
 def _casts(setting: Setting) -> Iterator[Case]:
-    values, carry = setting.values, setting.carry
+    values, residual = setting.values, setting.residual
     rounded = torch.empty_like(values, dtype=torch.bfloat16)
     yield Case(
         "round",
         "bfloat16, stochastic",
         quantize.round_stochastically,
-        round_with_carry,
-        (values, rounded, SCALE, carry, _RNG, 0),
-        (values, carry.old),
-        (rounded, carry.new),
+        round_with_residual,
+        (values, rounded, SCALE, residual, _RNG, 0),
+        (values, residual.old),
+        (rounded, residual.new),
     )
 
 

@@ -8,21 +8,21 @@ from pathlib import Path
 
 import bench.plot
 from commopt import ConfigurationError
-from commopt.command_line import Parser
+from commopt.command_line import CommandParser
 
 _RESULTS, _IMAGES = Path("bench/results"), Path("docs/images")
 
 
 def main() -> None:
     """Draw one picture, or all."""
-    parser = Parser(prog="python -m bench.plot", description=(bench.plot.__doc__ or "").splitlines()[0])
-    parser.add_argument("json", type=Path, nargs="*", help=f"what to draw (default: what {_IMAGES} has pictures of)")
+    parser = CommandParser(prog="python -m bench.plot", description=(bench.plot.__doc__ or "").splitlines()[0])
+    parser.add_argument("json", type=Path, nargs="?", help=f"what to draw (default: what {_IMAGES} has pictures of)")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="PNG, SVG or PDF")
     options = parser.parse_args()
     if not find_spec("matplotlib"):
         parser.error("pictures need matplotlib: pip install matplotlib")
     if bool(options.json) != bool(options.output):
-        parser.error("name the files and, with -o, where to draw them; or nothing, and what pages show is drawn")
+        parser.error("name a file and, with -o, where to draw it; or nothing, and what pages show is drawn")
     try:
         if options.json:
             draw_one(options.json, options.output)
@@ -32,29 +32,24 @@ def main() -> None:
         parser.error(str(error))
 
 
-def draw_one(files: list[Path], output: Path) -> None:
-    """Draw some files as one picture. Raises ValueError when they cannot be, OSError when one cannot be read."""
+def draw_one(file: Path, output: Path) -> None:
+    """Draw a file. Raises ValueError when there is no picture of such, OSError when it cannot be read."""
     from bench.plot.pictures import kind_of, picture_of
 
-    kinds = {kind_of(file) for file in files}
-    if len(kinds) > 1:
-        raise ValueError(f"{', '.join(map(str, files))} are results of different benchmarks; draw one kind at a time")
-    picture = picture_of(kinds.pop())
+    picture = picture_of(kind_of(file))
     if picture is None:
-        raise ValueError(f"{files[0]} is no result of a benchmark that there is a picture of")
-    if len(files) > 1 and not picture.together:
-        raise ValueError(f"{picture.name} is a picture of one file, not of {len(files)}; name one")
-    picture.draw(files, output)
+        raise ValueError(f"{file} is no result of a benchmark that there is a picture of")
+    picture.draw(file, output)
 
 
 def draw_all(results: Path, images: Path) -> None:
-    """Draw every picture in `images` anew that is one of files in `results`, and say so."""
+    """Draw every picture in `images` anew that is one of a file in `results`, and say so."""
     from bench.plot.pictures import drawings
 
-    for picture, files, output in drawings(results.glob("*.json"), images):
+    for picture, file, output in drawings(results.glob("*.json"), images):
         if output.exists():
-            picture.draw(files, output)
-            print(f"{output}: {', '.join(file.name for file in files)}", flush=True)
+            picture.draw(file, output)
+            print(f"{output}: {file.name}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,135 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of the evidence: buckets, bandwidth, convergence, predictions, scaling and tuning."""
+"""Pictures of convergence, predicted scaling and a probe."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from statistics import mean, median, stdev
-from typing import Any
+from statistics import mean, stdev
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import EngFormatter, LogLocator
 
-from bench.evidence.bucketing import DEFAULT
 from bench.evidence.convergence.report import PERCENT_ALLOWED, POINTS_ALLOWED, Run, Summary, summarize
 from bench.evidence.convergence.report import read as read_convergence
-from bench.evidence.prediction.report import read as read_prediction
 from bench.evidence.scaling.predicted import GBPS, STRATEGIES
 from bench.evidence.scaling.predicted import read as read_predicted
-from bench.evidence.scaling.report import Point
-from bench.evidence.scaling.report import read as read_scaling
-from bench.evidence.training_run import NOTHING
-from bench.evidence.tuning.report import read as read_tuning
-from bench.plot.style import GREY, LIGHT_GREY, label_ends, label_of, log_bytes, panels, save, shades, style_of, unframe
+from bench.plot.style import GREY, LIGHT_GREY, label_ends, log_bytes, panels, save, shades, style_of, unframe
 from commopt.cost import Curve, Links
 from commopt.probe.prober import nbytes_text
 
-_ADAPTIVE = "adaptive"
-_BUCKETING_TITLE = "Buckets that adapt, and buckets that were chosen by hand"
-
-
-def draw_bucketing(file: Path, path: Path) -> None:
-    """Draw a panel for each line of a file of bench.evidence.bucketing."""
-    records = [json.loads(line) for line in file.read_text().splitlines()]
-    figure, axes = panels(len(records), _BUCKETING_TITLE, columns=len(records))
-    for panel, record in zip(axes, records, strict=True):
-        _draw_contest(panel, record)
-        if panel is not axes[0]:
-            panel.set_yticklabels([])
-    lines = "milliseconds of a step; ticks: of its turns; dashed: without communication"
-    figure.supxlabel(lines, fontsize=9, color=GREY)
-    save(figure, path)
-
-
-def _draw_contest(axes: Axes, record: dict[str, Any]) -> None:
-    standings = [standing for standing in record["standings"] if standing["name"] != NOTHING]
-    nothing_ms = next(standing["step_ms"] for standing in record["standings"] if standing["name"] == NOTHING)
-    for row, standing in enumerate(standings):
-        name, step_ms, turns_ms = standing["name"], standing["step_ms"], standing["turns_ms"]
-        axes.barh(row, step_ms, color=GREY if name == DEFAULT else _bucket_colour(name))
-        axes.plot(turns_ms, [row] * len(turns_ms), "|", color="black", ms=7)
-        where = (max(step_ms, *turns_ms), row)
-        axes.annotate(f"{step_ms:.0f}", where, xytext=(4, 0), textcoords="offset points", va="center")
-    axes.axvline(nothing_ms, color=GREY, ls="--", lw=1.2)
-    rate = record["emulated_rate"] or "links not emulated"
-    unframe(axes, f"{record['model']}, batch {record['batch']},\n{record['world_size']} ranks, {rate}", "")
-    axes.grid(False)
-    axes.set_yticks(range(len(standings)), [standing["name"] for standing in standings])
-    axes.margins(x=0.18)  # room for the figures
-    axes.invert_yaxis()
-
-
-def _bucket_colour(name: str) -> str:
-    return style_of(name).colour if name.endswith(_ADAPTIVE) else LIGHT_GREY
-
-
-_FAR = 20  # from the least to the most: beyond, the axis is one of factors
-
-
-def draw_busbw(files: Sequence[Path], path: Path) -> None:
-    """Draw what every file has; rows in place, where there are such."""
-    documents = [json.loads(file.read_text()) for file in files]
-    figure, axes = panels(len(documents), "Bus bandwidth of collectives, GB/s")
-    for panel, document in zip(axes, documents, strict=True):
-        _draw_bandwidth(panel, document["rows"])
-        collectives = ", ".join(dict.fromkeys(row["collective"] for row in document["rows"]))
-        (first, *others) = sorted({row["nbytes"] for row in document["rows"]})
-        unframe(
-            panel,
-            f"{collectives}\n{_world(document['environment'])}",
-            "bytes of the message" if others else f"GB/s, messages of {nbytes_text(first)}",
-        )
-    save(figure, path)
-
-
-def _draw_bandwidth(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
-    """Draw a line for each aggregator; bars where there is one length only."""
-    names, sizes = list(dict.fromkeys(row["aggregator"] for row in rows)), {row["nbytes"] for row in rows}
-    busbw = {
-        name: [
-            (row["nbytes"], (row["in_place"] or row["out_of_place"])["busbw_gbps"])
-            for row in rows
-            if row["aggregator"] == name
-        ]
-        for name in names
-    }
-    if len(sizes) == 1:
-        for row, name in enumerate(names):
-            axes.barh(row, busbw[name][0][1], color=style_of(name).colour)
-            where = (busbw[name][0][1], row)
-            axes.annotate(f"{where[0]:.3g}", where, xytext=(4, 0), textcoords="offset points", va="center")
-        axes.set_yticks(range(len(names)), names)
-        axes.invert_yaxis()
-        axes.margins(x=0.18)
-        axes.locator_params(axis="x", nbins=4)
-        return
-    for name in names:
-        style = style_of(name)
-        axes.plot(*zip(*busbw[name], strict=True), color=style.colour, marker=style.marker, ms=5, lw=1.8)
-    axes.set_xscale("log", base=2)
-    every = [value for line in axes.lines for value in np.asarray(line.get_ydata())]
-    if max(every) > _FAR * min(every):
-        axes.set_yscale("log")
-    else:
-        axes.set_ylim(bottom=0)
-    axes.xaxis.set_major_formatter(lambda nbytes, _: nbytes_text(nbytes))
-    label_ends(axes, [(*busbw[name][-1], name, style_of(name).colour) for name in names])
-
-
-def _world(environment: dict[str, Any]) -> str:
-    ranks = "+".join(str(len(node)) for node in environment["nodes"])
-    rate = environment["emulated_link_rate"]
-    links = "links not emulated" if rate is None else f"{rate} links"
-    return f"{ranks} ranks on {len(environment['nodes'])} node(s), {links}"
-
-
 _OPTIMIZERS = {"sgd": "SGD with momentum", "adamw": "AdamW"}
-# What is tried to understand a preset and is none that anybody would choose; tables have them.
-_ABLATIONS = ("feedback=", "alternating", "min_elements", "momentum", "warmup", "start_step")
+# Variants that explain a preset and that nobody would choose; tables have them.
+_ABLATIONS = ("feedback=", "min_elements", "warmup", "start_step")
 
 
 def draw_learning(file: Path, path: Path) -> None:
@@ -204,103 +96,6 @@ def draw_predicted_scaling(file: Path, path: Path) -> None:
         panel.set_ylim(0, 1.05)
         unframe(panel, f"{gbps:g} Gb/s between nodes", f"GPUs, {given.gpus_per_node} to a node")
         label_ends(panel, ends, gap=0.08)
-    save(figure, path)
-
-
-_MODEL_MARKERS = ("o", "s", "^", "D", "v", "P")
-
-
-def draw_prediction(file: Path, path: Path) -> None:
-    """Draw by how much each prediction of a file of bench.evidence.prediction is off."""
-    found = [each for _, configurations in read_prediction([file]) for each in configurations]
-    errors = [abs(each.error) for each in found]
-    off = f"off by {median(errors):.1%} in the median, {max(errors):.0%} at worst"
-    figure, (panel,) = panels(1, f"{len(found)} steps predicted from probed links: {off}", columns=1)
-    for band in (0.25, 0.10):  # the worst and the median error that were asked for
-        panel.axhspan(-100 * band, 100 * band, color=LIGHT_GREY, alpha=0.4, lw=0)
-    panel.axhline(0, color=GREY, lw=0.8)
-    models = dict(zip(dict.fromkeys(each.model for each in found), _MODEL_MARKERS, strict=False))
-    for each in found:
-        colour = style_of(each.strategy).colour
-        panel.plot(each.measured_ms, 100 * each.error, models[each.model], color=colour, ms=6, alpha=0.85)
-    for strategy in dict.fromkeys(each.strategy for each in found):
-        panel.plot([], [], "s", color=style_of(strategy).colour, label=strategy)
-    for model, marker in models.items():
-        panel.plot([], [], marker, color="white", mec=GREY, label=model)
-    panel.set_xscale("log")
-    panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    panel.xaxis.set_major_formatter(lambda ms, _: f"{ms:g}")
-    panel.xaxis.set_minor_formatter(NullFormatter())
-    panel.set_ylim(-30, 30)
-    unframe(panel, "Prediction less measurement, % of it; grey: 10 and 25 %", "measured step, ms")
-    figure.legend(loc="outside lower center", ncols=4, frameon=False)
-    save(figure, path)
-
-
-def draw_scaling(file: Path, path: Path) -> None:
-    """Draw a panel for every mode of a file of bench.evidence.scaling: what the network leaves of a step, by world."""
-    environment, points = read_scaling(file)
-    modes = list(dict.fromkeys(point.mode for point in points))
-    model = f"{environment.parameters / 1e6:.1f}M-parameter {environment.model}"
-    title = f"Share of a step that is no communication: {model}, {environment.emulated_rate} links"
-    figure, axes = panels(len(modes), title)
-    for mode, panel in zip(modes, axes, strict=True):
-        _draw_points(panel, [point for point in points if point.mode == mode])
-        unframe(panel, f"{mode} scaling", "nodes x ranks on each")
-    figure.legend(
-        *axes[0].get_legend_handles_labels(),
-        title="filled: measured, hollow: predicted from probed links",
-        loc="outside lower center",
-        ncols=4,
-        frameon=False,
-    )
-    save(figure, path)
-
-
-def _draw_points(axes: Axes, points: Sequence[Point]) -> None:
-    """Draw a mark for each strategy in each world, and a hollow one where it was predicted."""
-    worlds = sorted({(point.ranks, point.nodes) for point in points})
-    strategies = list(dict.fromkeys(point.strategy for point in points))
-    for number, strategy in enumerate(strategies):
-        style, aside = style_of(strategy), 0.15 * (number - (len(strategies) - 1) / 2)
-        own = [point for point in points if point.strategy == strategy]
-        for part, face, label in ((own, style.colour, label_of(strategy)), (as_predicted(own), "white", None)):
-            x = [worlds.index((point.ranks, point.nodes)) + aside for point in part]
-            y = [point.communication_efficiency for point in part]
-            axes.plot(x, y, style.marker, color=style.colour, mfc=face, ms=6, label=label)
-    axes.set_xticks(range(len(worlds)), [f"{nodes} x {ranks // nodes}" for ranks, nodes in worlds])
-    axes.set_ylim(0, 1.15)
-
-
-def as_predicted(points: Sequence[Point]) -> list[Point]:
-    """Return the points as they were predicted, those that were."""
-    return [replace(point, step_ms=point.predicted_ms) for point in points if point.predicted_ms is not None]
-
-
-def draw_tuning(file: Path, path: Path) -> None:
-    """Draw three marks for each configuration of a file of bench.evidence.tuning: shares of stock DDP's step."""
-    found = [(world, each) for world, configurations in read_tuning([file]) for each in configurations]
-    figure, (panel,) = panels(1, "A step with auto, as a share of stock DDP's in the same run", columns=1, height=6.6)
-    marks = (
-        ("without communication", "|", LIGHT_GREY, [each.compute_ms / each.stock_ms for _, each in found]),
-        ("fastest of all tried by hand", "o", GREY, [each.best_ms / each.stock_ms for _, each in found]),
-        ("auto", "D", style_of("auto").colour, [each.to_stock for _, each in found]),
-    )
-    for label, marker, colour, shares in marks:
-        face = colour if label == "auto" else "white"
-        panel.plot(shares, range(len(found)), marker, color=colour, mfc=face, ms=7, mew=1.8, label=label)
-    for row, (_, each) in enumerate(found):
-        text = f"{each.tuned}: {each.to_best:.2f} of the fastest"
-        where = (max(each.to_stock, each.best_ms / each.stock_ms), row)
-        panel.annotate(text, where, xytext=(8, 0), textcoords="offset points", va="center", fontsize=9)
-    names = [f"{world.cluster}\n{each.model.split(':')[0]}: {'+'.join(each.allow)}" for world, each in found]
-    panel.set_yticks(range(len(found)), names, fontsize=8.5)
-    panel.invert_yaxis()
-    panel.axvline(1.0, color=GREY, lw=0.8)
-    panel.set_xlim(0, 1.75)  # room for what was chosen
-    panel.set_xticks([0, 0.2, 0.4, 0.6, 0.8, 1.0])
-    unframe(panel, "", "share of stock DDP's step")
-    figure.legend(loc="outside lower center", ncols=len(marks), frameon=False)
     save(figure, path)
 
 

@@ -84,7 +84,7 @@ def draw(environment: Environment, outcomes: Sequence[Outcome], path: Path) -> N
 
 
 _LEFT_OUT = {"training_200mbit": "auto"}
-"""Which strategy of a file's is not drawn: in 20 s auto only measures. training_200mbit_auto shows what it comes to."""
+"""The strategy of a file that is not drawn: in 20 s auto only measures."""
 
 
 def draw_file(file: Path, path: Path) -> None:

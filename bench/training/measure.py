@@ -18,7 +18,7 @@ from bench.models import MODELS
 from bench.training.report import Look, Outcome
 from bench.training.strategies import enter
 from commopt import LocalSGD
-from commopt.cluster import Traffic, link_rate, traffic
+from commopt.cluster import LinkTraffic, link_rate, traffic
 from topology import Cluster
 
 # Steps before the first look and before those that count as usual: DDP rebuilds its buckets in the first ones.
@@ -112,7 +112,7 @@ class Bytes:
     payload: int | None = None
 
     @classmethod
-    def between(cls, before: Traffic | None, after: Traffic | None, cluster: Cluster) -> Bytes:
+    def between(cls, before: LinkTraffic | None, after: LinkTraffic | None, cluster: Cluster) -> Bytes:
         """Add up what all nodes sent; collective."""
         if before is None or after is None:
             return cls()
@@ -122,7 +122,7 @@ class Bytes:
         return cls(sent, sum(moved[rank].link_payload_bytes for rank in speakers))
 
 
-def node_traffic() -> Traffic | None:
+def node_traffic() -> LinkTraffic | None:
     """Return this node's counters, None where it has none of its own; collective, so that nothing is on its way."""
     dist.barrier()
     return traffic() if link_rate() else None

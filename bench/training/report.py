@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a training benchmark found: its records, their file of JSON lines, and the table.
 
-`python -m bench.training.report FILE` prints a table of such a file in Markdown.
+`python -m bench.training.report FILE` prints a table of such a file in Markdown; with --text as a training prints it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from textwrap import fill
 from bench.document import table
 from bench.environment import Header
 from bench.output import print_rows, read_lines, write_results, written_by
-from commopt.command_line import Parser, content_of
+from commopt.command_line import CommandParser, content_of
 
 
 def first_below(curve: Iterable[tuple[float, float]], level: float) -> float | None:
@@ -165,10 +165,6 @@ def print_table(environment: Environment, outcomes: Sequence[Outcome], notes: Se
         f"{environment.network}; "
         f"no-op step {environment.compute_ms:.0f} ms; {environment.seconds:g} s each"
     )
-    target_loss = environment.target_loss
-    last = "steps /s" if target_loss is None else f"s to {target_loss:g}"
-    headings = ["strategy", "step ms", "exposed ms", "of stock's", "MiB /step", "held-out loss", last]
-    rows = [_row(outcome, outcomes, target_loss) for outcome in outcomes]
     payloads = ", ".join(
         f"{outcome.strategy} {_number(outcome.inter_payload_mib_per_step, 2)} "
         f"({_number(outcome.inter_predicted_mib_per_step, 2)})"
@@ -178,7 +174,15 @@ def print_table(environment: Environment, outcomes: Sequence[Outcome], notes: Se
     told = ["MiB/step: between nodes, headers included."]
     told += [f"Without headers (and as expected): {payloads}."] if payloads else []
     caption = [fill(text, 80) for text in (*told, *notes, "", headline(environment, outcomes))]
-    print_rows(title, headings, rows, "\n".join(caption))
+    print_rows(title, *_figures(environment, outcomes), "\n".join(caption))
+
+
+def _figures(environment: Environment, outcomes: Sequence[Outcome]) -> tuple[list[str], list[list[str]]]:
+    """Return the headings and the rows of what a training prints."""
+    target_loss = environment.target_loss
+    last = "steps /s" if target_loss is None else f"s to {target_loss:g}"
+    headings = ["strategy", "step ms", "exposed ms", "of stock's", "MiB /step", "held-out loss", last]
+    return headings, [_row(outcome, outcomes, target_loss) for outcome in outcomes]
 
 
 def _row(outcome: Outcome, outcomes: Sequence[Outcome], target_loss: float | None) -> list[str]:
@@ -199,8 +203,8 @@ def _number(value: float | None, digits: int) -> str:
     return f"{value:.2g}" if 0 < value < 10**-digits else f"{value:.{digits}f}"
 
 
-def markdown(environment: Environment, outcomes: Sequence[Outcome], chosen: Sequence[str]) -> str:
-    """Return a table of the `chosen` strategies, all if there are none."""
+def _all_figures(environment: Environment, outcomes: Sequence[Outcome]) -> tuple[list[str], list[list[str]]]:
+    """Return the headings and the rows of the table for documents."""
     target_loss = environment.target_loss
     headings = ["strategy", "steps", "step ms", "exposed ms", "of stock's", "payload MiB/step", "expected"]
     headings += ["held-out loss"] + ([] if target_loss is None else [f"s to {target_loss:g}"])
@@ -217,20 +221,31 @@ def markdown(environment: Environment, outcomes: Sequence[Outcome], chosen: Sequ
             *([] if target_loss is None else [_number(each.seconds_to(target_loss), 0)]),
         ]
         for each in outcomes
-        if not chosen or each.strategy in chosen
     ]
-    return table(headings, rows)
+    return headings, rows
 
 
 def main() -> None:
     """Print."""
-    parser = Parser(prog="python -m bench.training.report", description="A table of a training file.")
+    parser = CommandParser(prog="python -m bench.training.report", description="A table of a training file.")
     parser.add_argument("file", type=content_of(read), help="what bench.training --json wrote")
     parser.add_argument("--strategies", default="", help="only these, separated by commas")
+    parser.add_argument("--columns", default="", help="only these beside the strategy, separated by commas")
+    parser.add_argument("--text", action="store_true", help="as a training prints it, the verdict last")
     options = parser.parse_args()
-    environment, outcomes = options.file
-    chosen = [name for name in options.strategies.split(",") if name]
-    print(markdown(environment, outcomes, chosen))
+    headings, rows = (_figures if options.text else _all_figures)(*options.file)
+    chosen, columns = ([name for name in each.split(",") if name] for each in (options.strategies, options.columns))
+    if unknown := set(columns) - set(headings):
+        parser.error(f"there is no column {', '.join(sorted(unknown))}; there are {', '.join(headings)}")
+    kept = [place for place, name in enumerate(headings) if not columns or place == 0 or name in columns]
+    headings = [headings[place] for place in kept]
+    rows = [[row[place] for place in kept] for row in rows if not chosen or row[0].strip("`") in chosen]
+    if not options.text:
+        print(table(headings, rows))
+        return
+    print("```text")
+    print_rows("", headings, rows, headline(*options.file))
+    print("```")
 
 
 if __name__ == "__main__":

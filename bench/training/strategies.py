@@ -17,7 +17,7 @@ import bench.training
 import commopt
 from bench.models import Trainable, add_options
 from bench.vision import check_pixels
-from commopt.command_line import Parser, number, output_file, whole
+from commopt.command_line import CommandParser, number, output_file, whole
 from examples.train_gpt import PARALLEL, STRATEGIES, choose_averaging, strategy_name
 
 
@@ -269,7 +269,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 
 def parse_options() -> argparse.Namespace:
     """Read the command line; a wrong one ends here, before anything is started."""
-    parser = Parser(prog="python -m bench.training", description=(bench.training.__doc__ or "").splitlines()[0])
+    parser = CommandParser(prog="python -m bench.training", description=(bench.training.__doc__ or "").splitlines()[0])
     add_strategies(parser, DEFAULT_STRATEGIES)
     parser.add_argument("--seconds", type=number(), default=25.0, help="for each strategy (default 25)")
     what = "in which each strategy has its seconds, so that a machine's speed changes for all (default 1)"

@@ -3,7 +3,7 @@
 
 from commopt.aggregate.adam import Adam, committed_steps, exchange_norm
 from commopt.aggregate.auto import Auto, auto_of, families
-from commopt.aggregate.base import Aggregator, Buffer, Call, Flat, Step, Work, WorkKind, call, context_for, work
+from commopt.aggregate.base import Action, Aggregator, Buffer, Call, Flat, LocalWork, WorkKind, call, context_for, work
 from commopt.aggregate.compressed import Compressed
 from commopt.aggregate.hierarchical import Hierarchical
 from commopt.aggregate.local_sgd import LocalSGD
@@ -19,6 +19,7 @@ AGGREGATORS: dict[str, type[Aggregator]] = {
 
 __all__ = [
     "AGGREGATORS",
+    "Action",
     "Adam",
     "Aggregator",
     "Auto",
@@ -28,10 +29,9 @@ __all__ = [
     "Flat",
     "Hierarchical",
     "LocalSGD",
+    "LocalWork",
     "Outer",
     "PowerSGD",
-    "Step",
-    "Work",
     "WorkKind",
     "auto_of",
     "call",

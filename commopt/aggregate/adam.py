@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adam's direction of a node's gradient, before it is compressed: what is left out is then owed in units of updates.
+"""Adam's direction of a node's gradient, before it is compressed: residuals are then in units of updates.
 
-Behind the wire Adam would divide by the square root of what was decoded, which is flat within a block of signs and
-lumpy where few elements are sent. In front of it all that comes after is linear, as error feedback needs.
+Behind the wire Adam would divide by the square root of decoded values, which is flat within a block of signs and lumpy
+where few elements are sent. In front of the wire everything after Adam is linear, as error feedback needs.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commopt.aggregate.base import Buffer, Step, call, mark_non_finite
+from commopt.aggregate.base import Action, Buffer, call, mark_non_finite
+from commopt.aggregate.residuals import scaled, unscaled
 from commopt.aggregate.rows import RowFormat
 from commopt.compress import ErrorFeedback
 from commopt.concise_repr import ConciseRepr
 from commopt.errors import ConfigurationError
 from commopt.feedback import EXP_AVG, EXP_AVG_SQ, SAMPLE_EVERY_STEPS, BufferContext, Layout, ResidualStore
 from commopt.groups import Team, TeamShape
-from commopt.kernels.residual import piece_numel
+from commopt.kernels.residual import cache_numel
 
 _LEAST_WEIGHT = 0.25  # of a new measurement of the agreement
 
@@ -42,13 +43,14 @@ class Adam(ConciseRepr):
     so directions are short; f, of each tensor, makes up for it: 1 where all nodes have the same gradient, sqrt(K) where
     they agree on nothing.
 
-    betas, eps: as torch.optim.AdamW's. The second beta is 0.95 by default and not torch's 0.999, because all that
-        was measured had 0.95, as transformers mostly do: one bit ended 0.1 % above AdamW with the same betas
-        (docs/adamw.md). Nothing was measured with 0.999. Where you come from AdamW, give its betas.
-    clip_norm: what the L2 norm of each node's gradient is clipped to before it enters m and v. A bucket cannot wait for
-        the others: the norm of all is taken to be as far from what v expects of all as this bucket's is from what v
-        expects of it. So a step with a spike is clipped at once; the first step is not. One number is exchanged per
-        step. None for no clipping.
+    betas: as torch.optim.AdamW's. The second is 0.95 by default and not torch's 0.999, because every measurement was
+        made with 0.95, as transformers mostly have it: one bit ended 0.1 % above AdamW with the same betas
+        (docs/adamw.md). Nothing was measured with 0.999. If you come from AdamW, give its betas.
+    eps: as torch.optim.AdamW's.
+    clip_norm: the limit of the L2 norm of each node's gradient, to which it is clipped before it enters m and v. A
+        bucket cannot wait for the others: the norm of all buckets is estimated by the expectation of v for all, times
+        how far this bucket is from its own. So a step with a spike is clipped at once; the first step is not. One
+        number is exchanged per step. None for no clipping.
 
     Keeps m and v in float32 where residuals are kept: once per node, shared out among its ranks. Bias correction counts
     the steps of each parameter. One that rests keeps m, v and its count, as where torch's AdamW finds .grad None: with
@@ -75,8 +77,8 @@ class Adam(ConciseRepr):
         """Return whether nodes compare their directions in `step` (None: in most)."""
         return step is not None and step % SAMPLE_EVERY_STEPS == 0
 
-    def calls(self, buffer: Buffer, team: TeamShape) -> tuple[Step, ...]:
-        """Return the exact exchange beside the directions': of how far nodes agree."""
+    def calls(self, buffer: Buffer, team: TeamShape) -> tuple[Action, ...]:
+        """Return the exchange of how far nodes agree, which is exact, beside that of the directions."""
         if not self.compares(buffer.step):
             return ()
         return call(team, "all_reduce", 2 * len(buffer.layout.pieces) * torch.float32.itemsize)
@@ -102,11 +104,11 @@ class Adam(ConciseRepr):
         correction = [1 - beta**steps for beta in self.betas]
         root = correction[1] ** 0.5
         found = context.scratch.take("direction", layout.numel, torch.float32, device)
-        found.copy_(buffer).mul_(scale / share if loss_scale is None else scale / share / loss_scale)
+        found.copy_(buffer).mul_(unscaled(scale / share, loss_scale))
         if self.clip_norm is not None:
             self._clip(found, _square(v, layout, 1 - b2**before), store)
 
-        step = piece_numel(device)  # a cache still holds what was just written
+        step = cache_numel(device)  # a cache still holds what was just written
         least = root * self.eps
         if isinstance(least, Tensor) and least.dim():
             least = _spread(least, layout, device)
@@ -118,15 +120,14 @@ class Adam(ConciseRepr):
             denominator.add_(least[part] if isinstance(least, Tensor) and least.dim() else least)
             torch.div(next_m[part], denominator, out=denominator)  # times `root` with the factors
         if used is not None:
-            resting = _spread(used, layout, device) == 0
-            for target, kept in ((next_m, m), (next_v, v)):
-                torch.where(resting, kept, target, out=target)
-            found.masked_fill_(resting, 0.0)
+            unused = _spread(used, layout, device) == 0
+            for target, old in ((next_m, m), (next_v, v)):
+                torch.where(unused, old, target, out=target)
+            found.masked_fill_(unused, 0.0)
         if self.clip_norm is not None:
             store.expected[layout] = share * _square(next_v, layout, correction[1])
         factors = self._factors(team.size, context, device) * (share * root / correction[0])
-        if loss_scale is not None:
-            factors *= loss_scale
+        factors = scaled(factors, loss_scale)
         if device.type == "cpu":  # where repeat_interleave takes longer than all the rest
             for piece, factor in zip(found.split([piece.numel for piece in layout.pieces]), factors, strict=True):
                 piece.mul_(factor)
@@ -141,10 +142,10 @@ class Adam(ConciseRepr):
         result: Tensor,
         team: TeamShape,
         rows: RowFormat,
-        carries: Sequence[ErrorFeedback | None],
+        residuals: Sequence[ErrorFeedback | None],
         context: BufferContext,
     ) -> None:
-        """Measure, every SAMPLE_EVERY_STEPS-th step, how far nodes agree: what others sent against this rank's own.
+        """Measure, every SAMPLE_EVERY_STEPS-th step, how far nodes agree: others' directions against this rank's own.
 
         With c the cosine of two nodes' directions and a the share of the noise's square that b1 leaves in m, the share
         of a gradient's square that all nodes agree on is h = a c / (1 - c + a c). Collective over `team`: were each
@@ -154,16 +155,16 @@ class Adam(ConciseRepr):
             return
         assert isinstance(team, Team)
         share = context.share or 1 / team.size
-        # Share times what others send who agree with this rank, less what others sent. Subtracted before it is
-        # multiplied: 1 - c is tiny where nodes have one gradient.
+        # Share times the directions of others if they agreed with this rank, less those they sent. Subtracted before
+        # it is multiplied: 1 - c is tiny where nodes have one gradient.
         lacks = torch.sub(direction, result, alpha=share)
-        for region, carry in zip(rows.regions, carries, strict=True):
-            if carry is None:
+        for region, residual in zip(rows.regions, residuals, strict=True):
+            if residual is None:
                 continue
-            left_out, done = carry.new - carry.decay * carry.old, 0
-            left_out *= share if carry.loss_scale is None else share * carry.loss_scale
+            error, done = residual.new - residual.decay * residual.old, 0
+            error *= scaled(share, residual.loss_scale)
             for begin, end in region.spans:
-                lacks[begin:end] -= left_out[done : done + end - begin]
+                lacks[begin:end] -= error[done : done + end - begin]
                 done += end - begin
         lengths = [piece.numel for piece in context.layout.pieces]
         parts = list(zip(direction.split(lengths), lacks.split(lengths), strict=True))
@@ -181,7 +182,7 @@ class Adam(ConciseRepr):
         found = noise * (1 - apart) / (apart + noise * (1 - apart))
         known = self._agreement(context, direction.device)
         weight = max(_LEAST_WEIGHT, 1 / (1 + context.step // SAMPLE_EVERY_STEPS))
-        staged = context.store.stage_factors(known)
+        staged = context.store.transaction.stage_factors(known)
         staged.copy_(torch.where(squares > 0, torch.lerp(known[:, 0], found, weight), known[:, 0]).unsqueeze(1))
 
     def _factors(self, nodes: int, context: BufferContext, device: torch.device) -> Tensor:
@@ -203,7 +204,7 @@ class Adam(ConciseRepr):
     def _clip(self, gradient: Tensor, here: Tensor, store: ResidualStore) -> None:
         """Scale a node's gradient down where the norm of all of it is likely above the limit; no host waits.
 
-        here: the square that v expects of `gradient`.
+        here: the square of `gradient` by the expectation of v.
         """
         if store.expected_square is None:  # before the first step
             return
@@ -214,9 +215,9 @@ class Adam(ConciseRepr):
 
 
 def exchange_norm(store: ResidualStore, team: Team, device: torch.device) -> None:
-    """Add up, after the last bucket of a step, what all ranks of `team` expect of the next gradient; collective.
+    """Add up, after the last bucket of a step, the squares that all ranks of `team` expect of the next gradient.
 
-    For Adam(clip_norm=...). Of a step that is not finite nothing is taken over.
+    Collective, for Adam(clip_norm=...). A step that is not finite changes nothing.
     """
     total = torch.zeros(1, dtype=torch.float64, device=device)
     for part in store.expected.values():
@@ -229,8 +230,9 @@ def exchange_norm(store: ResidualStore, team: Team, device: torch.device) -> Non
 
 def committed_steps(store: ResidualStore) -> Any:
     """Return how many steps were complete and not dropped; where a GradScaler drops them, float64 on the device."""
-    dropped = store.dropped if store.per_step else 0
-    return store.steps - (dropped if isinstance(dropped, int) else dropped.double())
+    transaction = store.transaction
+    dropped = transaction.dropped if transaction.per_step else 0
+    return transaction.steps - (dropped if isinstance(dropped, int) else dropped.double())
 
 
 def _steps_before(context: BufferContext) -> tuple[Any, Tensor | None]:

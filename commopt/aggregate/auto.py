@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `commopt.auto` is asked for: which ways of averaging a tuner may choose from, and how hard it may try."""
+"""The request of `commopt.auto`: the strategies that a tuner may choose from, and how many it may try."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from commopt.aggregate.base import Aggregator, Flat
 from commopt.aggregate.compressed import Compressed
-from commopt.compress import COMPRESSORS, Trials
+from commopt.compress import COMPRESSORS, Candidates
 from commopt.errors import ConfigurationError, did_you_mean
 from commopt.feedback import Feedback, checked_patterns
 from commopt.groups import TeamShape
@@ -18,34 +18,34 @@ LOSSLESS = "lossless"
 LOCAL = "local"
 
 
-def families() -> dict[str, Trials[Aggregator]]:
-    """Return what a tuner may try beside the exact averages, by family: all that is registered and declares trials."""
+def families() -> dict[str, Candidates[Aggregator]]:
+    """Return the settings a tuner may try beside the exact averages, by family: of all registered classes."""
     from commopt.aggregate import AGGREGATORS
 
-    found: dict[str, Trials[Aggregator]] = {}
+    found: dict[str, Candidates[Aggregator]] = {}
     for compressor in COMPRESSORS.values():
-        declared = compressor.trials()
+        declared = compressor.candidates()
         if declared is not None:
             feedback = Feedback() if declared.feedback else None
             strengths = tuple(Compressed(each, feedback) for each in declared.strengths)
-            found[declared.family] = Trials(declared.family, strengths, declared.usual, declared.feedback)
-    declared_trials = [aggregator.trials() for aggregator in AGGREGATORS.values()]
-    return found | {trials.family: trials for trials in declared_trials if trials is not None}
+            found[declared.family] = Candidates(declared.family, strengths, declared.usual, declared.feedback)
+    of_aggregators = [aggregator.candidates() for aggregator in AGGREGATORS.values()]
+    return found | {declared.family: declared for declared in of_aggregators if declared is not None}
 
 
 @dataclass(frozen=True, repr=False)
 class Auto(Flat):
-    """Measure, then let all buckets travel in the one way that pays; Flat() until that is known, and where none does.
+    """Measure, then send all buckets by the one strategy that pays; Flat() until that is known, and where none does.
 
-    For DDP models only: commopt.attach(ddp, "auto", ...) tries what `allow` names on live steps.
+    For DDP models only: commopt.attach(ddp, "auto", ...) tries the families in `allow` on live steps.
 
     allow: "lossless" (always in it) and any of `families()`: "bf16", "bf16_packed" (the same in fewer bytes, on the
         CPU), "quantized" (8, 4, 2 bits), "dgc" (5, 1, 0.1 % of the elements), "powersgd" (rank 16 to 1) and so on; a
-        tuple, or a text such as "quantized+powersgd". "local": say what a LocalSGD should take here. It is never
-        switched to: nodes would come to hold different parameters.
-    max_trials: how many ways are tried at most, each for nine steps.
-    optimizer: "adamw" for one that is like Adam, "sgd" for others, by which strategies learn differently well
-        (docs/tuning.md); None: what steps on the parameters tells.
+        tuple, or a text such as "quantized+powersgd". "local": predict the step of a LocalSGD. It is never switched
+        to: nodes would come to hold different parameters.
+    max_trials: the most strategies that are tried, each for nine steps.
+    optimizer: "adamw" for one that is like Adam, "sgd" for others: strategies learn differently well with them
+        (docs/tuning.md). None: the optimizer that steps on the parameters.
     dense: patterns of parameter names that are never compressed ("*.bias").
     """
 
@@ -79,18 +79,18 @@ class Auto(Flat):
 
     @property
     def lossless(self) -> bool:
-        """If nothing else can be chosen."""
+        """Whether nothing else can be chosen."""
         return set(self.allow) <= {LOSSLESS, LOCAL}
 
     @property
     def residual_paths(self) -> tuple[str, ...]:
-        """Those of all that may be chosen."""
+        """The paths of all strategies that may be chosen."""
         known = families()
         keeping = any(known[family].feedback for family in self.allow if family in known)
         return ("", "inter") if keeping else ()
 
     def residual_paths_on(self, team: TeamShape) -> tuple[str, ...]:
-        """None: what is sent while nothing is chosen is exact."""
+        """No paths: sums are exact while nothing is chosen."""
         return ()
 
     def with_dense(self, patterns: Sequence[str]) -> Auto:

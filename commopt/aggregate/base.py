@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of an aggregator: the only code that issues collectives on gradients. And the plainest of them."""
+"""The contract of an aggregator, the only code that issues collectives on gradients; and Flat, the plainest."""
 
 from __future__ import annotations
 
@@ -11,21 +11,31 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from commopt.compress import Passes, Trials
+from commopt.compress import Candidates, KernelCost
 from commopt.concise_repr import ConciseRepr
 from commopt.errors import ConfigurationError
-from commopt.feedback import BufferContext, Layout, ResidualStore, Spans
-from commopt.groups import Team, TeamShape, WireBytes
+from commopt.feedback import BufferContext, Layout, ResidualStore, Spans, scale_and_add
+from commopt.groups import Team, TeamShape, WireBytes, apply_scale
 
 if TYPE_CHECKING:
     from commopt.aggregate.adam import Adam
+    from commopt.aggregate.rows import ShardedBuffer
+
+HSDP = "use a 2-D mesh (HSDP), where it averages over the replicas"
+"""The advice of errors about aggregators that cannot reduce-scatter."""
 
 WorkKind = Literal["encode", "decode", "recode", "factor", "refresh", "copy", "pack", "unpack"]
 
 
 @dataclass(frozen=True)
 class Call:
-    """One collective of a level of the team. `nbytes` is what `WireModel`'s method of that name takes; so is `root`."""
+    """One collective of a level of the team.
+
+    level: "world", "intra" or "inter".
+    primitive: its name, as a method of Team.
+    nbytes: the argument of `WireModel`'s method of the same name.
+    root: the second argument of that method, None where it takes one.
+    """
 
     level: str
     primitive: str
@@ -33,19 +43,24 @@ class Call:
     root: int | None = None
 
     def wire_bytes(self, team: TeamShape) -> WireBytes:
-        """Return what it makes this rank of `team` send."""
+        """Return the bytes that this rank of `team` sends."""
         arguments = (self.nbytes,) if self.root is None else (self.nbytes, self.root)
         sent: WireBytes = getattr(team.at(self.level).wire, self.primitive)(*arguments)
         return sent
 
 
 @dataclass(frozen=True)
-class Work:
+class LocalWork:
     """Work of one rank by itself: `nbytes` as float32 of the values that it reads, or decodes.
 
-    encode, decode: by the compressor whose repr is `what`; recode: add up encoded rows and encode the sum; factor: all
-    arithmetic that one message of low-rank factors takes; refresh: what a second message of the other factors adds;
-    copy: into another order, or another dtype; pack, unpack: bfloat16 numbers in fewer bytes, whose sizes count too.
+    Kinds:
+
+    encode, decode: by the compressor whose repr is `what`.
+    recode: adding up encoded rows and encoding the sum.
+    factor: all arithmetic for one message of low-rank factors.
+    refresh: the arithmetic that a second message of the other factors adds.
+    copy: into another order, or another dtype.
+    pack, unpack: bfloat16 numbers in fewer bytes, whose sizes count too.
     """
 
     kind: WorkKind
@@ -53,14 +68,18 @@ class Work:
     nbytes: int
 
 
-Step = Call | Work
+Action = Call | LocalWork
+"""A rank's action for a buffer: a collective, or work by itself."""
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """A buffer that is to be averaged, as data: what lies in it, as which dtype, on which device, at which step.
+    """A buffer that is to be averaged, as data.
 
-    None means the device the team is for (the GPU where NCCL is there), and the step after all warm-up.
+    layout: the pieces in it.
+    dtype: of its values.
+    device: None for the one the team is for: the GPU where NCCL is there.
+    step: None for the step after all warm-up.
     """
 
     layout: Layout
@@ -70,7 +89,7 @@ class Buffer:
 
     @property
     def nbytes(self) -> int:
-        """Its length."""
+        """Its length in bytes."""
         return self.layout.numel * self.dtype.itemsize
 
 
@@ -79,9 +98,9 @@ def call(team: TeamShape, primitive: str, nbytes: int, root: int | None = None) 
     return (Call(team.level, primitive, nbytes, root),) if team.size > 1 else ()
 
 
-def work(kind: WorkKind, what: object, numel: int) -> Work:
-    """Return work on `numel` values by what `what` shows itself as."""
-    return Work(kind, str(what), 4 * numel)
+def work(kind: WorkKind, what: object, numel: int) -> LocalWork:
+    """Return work on `numel` values; `what` is the text of the compressor, or of another object that does it."""
+    return LocalWork(kind, str(what), 4 * numel)
 
 
 class Aggregator(ConciseRepr, ABC):
@@ -102,8 +121,8 @@ class Aggregator(ConciseRepr, ABC):
         """
 
     @abstractmethod
-    def calls(self, buffer: Buffer, team: TeamShape) -> tuple[Step, ...]:
-        """Return, in order, what this rank does in one all_reduce of `buffer`: pure.
+    def calls(self, buffer: Buffer, team: TeamShape) -> tuple[Action, ...]:
+        """Return, in order, the actions of this rank in one all_reduce of `buffer`: pure.
 
         Work that takes no more than a pass over the buffer in place is left out, and so is the rare move of residuals.
         """
@@ -113,13 +132,49 @@ class Aggregator(ConciseRepr, ABC):
         """Whether the result is the exact average up to floating-point rounding of the buffer's own dtype."""
         return False
 
-    # --------------------------------------------------------------------------------- what it is like
+    # -------------------------------------------------------------- each rank keeps a shard of the sum
+
+    def check_reduce_scatter(self, team: TeamShape) -> None:
+        """Raise ConfigurationError, alike on every rank, when `reduce_scatter` cannot run on `team`.
+
+        By default it cannot.
+        """
+        raise self._no_reduce_scatter()
+
+    def reduce_scatter(
+        self, output: Tensor, source: Tensor, buffer: ShardedBuffer, team: Team, scale: float, context: BufferContext
+    ) -> None:
+        """Set `output` [n] to this rank's row of `scale` times the sum of all ranks' `source` [team.size * n].
+
+        `source` holds the shards of `buffer` one after the other, and is overwritten. Runs on the lane; every rank of
+        `team` must call it. New residuals are staged in `context`, whose layout is that of the shards of
+        `residual_owners`; it is told whether everything this rank saw was finite.
+        """
+        raise self._no_reduce_scatter()
+
+    def reduce_scatter_calls(self, buffer: ShardedBuffer, team: TeamShape) -> tuple[Action, ...]:
+        """Return, in order, the actions of this rank in one reduce_scatter of `buffer`, as `calls`."""
+        raise self._no_reduce_scatter()
+
+    def residual_owners(self, team: TeamShape) -> tuple[int, ...]:
+        """Return the ranks of `team` for whose shards this rank may keep residuals: itself where sums are exact."""
+        return (team.rank,)
+
+    def _no_reduce_scatter(self) -> ConfigurationError:
+        if self.tunes or self.node_local:
+            return ConfigurationError(
+                f"{self} is for DDP models only; attach another to a model of fully_shard, for example "
+                f"'hierarchical_quantized'"
+            )
+        return ConfigurationError(
+            f"{self} cannot average the gradients of a model on a 1-D FSDP2 mesh, where each rank keeps a shard of "
+            f"the sum; use commopt.Hierarchical(commopt.Compressed(commopt.Quantize(bits=8))), or {HSDP}"
+        )
+
+    # ------------------------------------------------------------------------------------ properties
 
     node_local: ClassVar[bool] = False
     """Whether nodes may end with results of their own, so that only a DDP model can use it, and as a whole."""
-
-    linear: ClassVar[bool] = False
-    """Whether all that it sends are sums, made by commopt.aggregate.sums, which may add them up level by level."""
 
     tunes: ClassVar[bool] = False
     """Whether it stands for a choice that is still to be made, on live steps."""
@@ -131,7 +186,7 @@ class Aggregator(ConciseRepr, ABC):
 
     @property
     def adam(self) -> Adam | None:
-        """What makes directions of gradients before they are averaged; None where the result is their average."""
+        """The Adam whose directions are summed in place of gradients; None where the result is an average."""
         return None
 
     @property
@@ -140,7 +195,7 @@ class Aggregator(ConciseRepr, ABC):
         return ()
 
     def residual_paths_on(self, team: TeamShape) -> tuple[str, ...]:
-        """Return those of `residual_paths` that are in use on `team`."""
+        """Return the paths of `residual_paths` that are in use on `team`."""
         return self.residual_paths
 
     @property
@@ -166,36 +221,37 @@ class Aggregator(ConciseRepr, ABC):
                 f"capture a step from {self.start_step + 1} on, or set no warm-up"
             )
 
-    # ------------------------------------------------------------------------- what can be done better
+    # -------------------------------------------------------------------------- division and exceptions
 
     def divide(self, layout: Layout, dtype: torch.dtype, parts: int) -> tuple[Spans, ...] | None:
-        """Return what of a buffer each of `parts` ranks of a node is to take across, None when equal pieces will do.
+        """Return the spans of a buffer that each of `parts` ranks of a node takes across, None for equal shards.
 
-        `dtype` is what the values will be rounded to in the end. Together the spans are all elements, each once. The
-        same on every rank.
+        Together the spans are all elements, each once. The same on every rank.
+
+        dtype: the dtype to which the values will be rounded in the end.
         """
         return None
 
     def with_dense(self, patterns: Sequence[str]) -> Aggregator:
-        """Return the same where parameters whose names match travel uncompressed: itself if nothing is compressed."""
+        """Return the same with more patterns of names of parameters that travel uncompressed: itself, by default."""
         return self
 
-    # ------------------------------------------------------------- what the tuner and the simulator ask
+    # ------------------------------------------------------------------- for the tuner and the simulator
 
     @classmethod
-    def trials(cls) -> Trials[Aggregator] | None:
-        """Return what a tuner may try, None for nothing."""
+    def candidates(cls) -> Candidates[Aggregator] | None:
+        """Return the settings that a tuner may try, None for none."""
         return None
 
     def squared_error(self, layout: Layout, buffer: Tensor) -> float:
-        """Return the squared L2 norm of what one average of `buffer` leaves out, without feedback and after warm-up.
+        """Return the squared L2 norm of the error of one average of `buffer`, without feedback and after warm-up.
 
-        Measured on this rank's values, or estimated by the error bound. inf where a value becomes none.
+        Measured on this rank's values, or estimated by the error bound. inf where a value is no number any more.
         """
         return float((min(self.error_bound, 1.0) * torch.linalg.vector_norm(buffer, dtype=torch.float64)) ** 2)
 
-    def passes(self, ranks: int) -> dict[tuple[WorkKind, str], Passes]:
-        """Return what its work takes on a GPU, by kind and `what`. ranks: how many messages a server adds up."""
+    def kernel_costs(self, ranks: int) -> dict[tuple[WorkKind, str], KernelCost]:
+        """Return the passes over memory of its work on a GPU, by kind and `what`. ranks: rows that are added up."""
         return {}
 
     def wire_bytes(
@@ -206,9 +262,9 @@ class Aggregator(ConciseRepr, ABC):
         device: torch.device | None = None,
         step: int | None = None,
     ) -> WireBytes:
-        """Return the payload bytes this rank sends in what `calls` describes. Sums over the ranks are exact."""
-        steps = self.calls(Buffer(layout, dtype, device, step), team)
-        return sum((each.wire_bytes(team) for each in steps if isinstance(each, Call)), WireBytes())
+        """Return the payload bytes this rank sends in the collectives of `calls`. Sums over the ranks are exact."""
+        actions = self.calls(Buffer(layout, dtype, device, step), team)
+        return sum((each.wire_bytes(team) for each in actions if isinstance(each, Call)), WireBytes())
 
 
 @dataclass(frozen=True, repr=False)
@@ -220,13 +276,36 @@ class Flat(Aggregator):
         if buffer.numel():
             team.all_reduce(buffer, scale=scale)
 
-    def calls(self, buffer: Buffer, team: TeamShape) -> tuple[Step, ...]:
+    def calls(self, buffer: Buffer, team: TeamShape) -> tuple[Action, ...]:
         """Return one all_reduce."""
         return call(team, "all_reduce", buffer.nbytes) if buffer.nbytes else ()
 
+    def check_reduce_scatter(self, team: TeamShape) -> None:
+        """Refuse a subclass that is for DDP models only."""
+        if self.tunes or self.node_local:
+            raise self._no_reduce_scatter()
+
+    def reduce_scatter(
+        self, output: Tensor, source: Tensor, buffer: ShardedBuffer, team: Team, scale: float, context: BufferContext
+    ) -> None:
+        """Call reduce_scatter, and add the residual of an earlier compression to this rank's shard: once."""
+        team.reduce_scatter(output, apply_scale(source, scale))
+        own = buffer.shards[team.rank]
+        residual = context.flush(own.layout, output.device)
+        if residual is not None:
+            parts = [output[begin:end] for begin, end in own.spans]
+            values = torch.cat(parts)
+            scale_and_add(values, values, 1.0, residual)
+            context.report(values.isfinite().all())
+            torch._foreach_copy_(parts, list(values.split([len(part) for part in parts])))
+
+    def reduce_scatter_calls(self, buffer: ShardedBuffer, team: TeamShape) -> tuple[Action, ...]:
+        """Return one reduce_scatter."""
+        return call(team, "reduce_scatter", buffer.numel * buffer.dtype.itemsize)
+
     @property
     def lossless(self) -> bool:
-        """Always."""
+        """Always True."""
         return True
 
 
@@ -240,14 +319,14 @@ def context_for(
     rank: int = 0,
     loss_scale: Tensor | None = None,
 ) -> BufferContext:
-    """Return the context of a buffer that `aggregator` sends next: what others kept of it is `aggregator`'s now.
+    """Return the context of a buffer that `aggregator` sends next, and move the residuals of others to it.
 
-    A look-up, unless the buffer is new, what sends it is, or residuals have just been loaded or moved.
+    A look-up, unless the buffer or the aggregator is new, or residuals have just been loaded or moved.
     """
     memory = store.buffers.get(layout)
-    if memory is None or memory.by is not aggregator or not memory.settled:
-        paths, settle = aggregator.residual_paths_on(team), step > aggregator.start_step
-        memory = store.migrate(layout, aggregator, paths, settle=settle)
+    if memory is None or memory.sender is not aggregator or not memory.complete:
+        paths, search = aggregator.residual_paths_on(team), step > aggregator.start_step
+        memory = store.migrate(layout, aggregator, paths, search=search)
     return BufferContext(layout, step, number, rank, store, loss_scale, memory=memory, scratch=store.scratch)
 
 

@@ -4,9 +4,10 @@
 A ring that carries a 16-bit or quantized sum rounds it again at every hop, so its error grows with the ranks. Here
 each rank owns one chunk: scatter the encoded chunks to their servers, add them in float32 in rank order, encode the
 sum, gather. Between two ranks a single exchange of everything moves the same bytes in one message less and spares
-the second rounding; more ranks do so with sparse payloads, while that is affordable. With feedback every rounding is
-kept and sent later: a rank's own ("worker"), that of the sum ("server", as in DoubleSqueeze, arXiv 1905.05957) and that
-of the final cast to a 16-bit buffer. Rows of bfloat16 may travel in fewer bytes, exactly (aggregate/packed.py).
+the second rounding; more ranks do so with sparse payloads, while that is affordable. With feedback residuals take every
+rounding error: of a rank's own encoding ("worker"), of the encoding of the sum ("server", as in DoubleSqueeze, arXiv
+1905.05957) and of the final cast to a 16-bit buffer. Rows of bfloat16 may travel in fewer bytes, exactly
+(aggregate/packed.py).
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ import torch
 from torch import Tensor
 
 from commopt.aggregate.adam import Adam
-from commopt.aggregate.base import Aggregator, Buffer, Step, WorkKind, mark_non_finite, work
-from commopt.aggregate.rows import Region, RowFormat, row_format, split
-from commopt.aggregate.untouched import RestingSigns
-from commopt.compress import Cast, Compressor, ErrorFeedback, Exact, Passes, RngKey, Trials
+from commopt.aggregate.base import HSDP, Action, Aggregator, Buffer, WorkKind, call, mark_non_finite, work
+from commopt.aggregate.reduce_scatter import exchange_rows
+from commopt.aggregate.residuals import add_rounding_error, encoding_residual
+from commopt.aggregate.rows import RowFormat, ShardedBuffer, ShardRows, row_format, shard_rows, split
+from commopt.aggregate.zeros import MaskedRegion
+from commopt.compress import Candidates, Cast, Compressor, Encoding, ErrorFeedback, Exact, KernelCost, RngKey
 from commopt.errors import ConfigurationError
 from commopt.feedback import (
     EXP_AVG,
@@ -30,14 +33,13 @@ from commopt.feedback import (
     SAMPLE_EVERY_STEPS,
     BufferContext,
     Feedback,
-    Kind,
     Layout,
     checked_patterns,
     require_feedback,
     require_repeatable,
     scale_and_add,
 )
-from commopt.groups import Team, TeamShape
+from commopt.groups import Team, TeamShape, apply_scale
 
 _EVERYTHING = ("*",)
 
@@ -46,13 +48,13 @@ _EVERYTHING = ("*",)
 class Compressed(Aggregator):
     """Exchange `compressor`'s payloads instead of the values.
 
-    feedback: how what compression leaves out is kept for the next step; None forgets it. Only hooks remember: a
+    feedback: how the residual of a compression is kept for the next step; None drops it. Only hooks keep residuals: a
         standalone all_reduce does not know that two tensors are the same gradient a step apart.
     dense: patterns of parameter names that travel uncompressed ("*.bias"), beside those that would not shrink.
     packed: let bfloat16 numbers travel in 0.72 of their bytes, exactly, on the CPU; with Cast(torch.bfloat16).
     adam: compress Adam's directions instead of gradients, and return their sum (True: Adam(); a pair: with these
-        betas); needs feedback, and an optimizer made by `CommState.optimizer`. A standalone all_reduce averages what it
-        is given.
+        betas); needs feedback, and an optimizer made by `CommState.optimizer`. A standalone all_reduce averages its
+        tensor as it is.
     """
 
     compressor: Compressor
@@ -91,7 +93,7 @@ class Compressed(Aggregator):
     # --------------------------------------------------------------------------------- all_reduce
 
     def all_reduce(self, buffer: Tensor, team: Team, scale: float, context: BufferContext) -> None:
-        """Exchange, or scatter and gather; one rank alone sends nothing, but applies what was kept before."""
+        """Exchange, or scatter and gather; one rank alone sends nothing, but adds its residual."""
         if buffer.numel() == 0:
             return
         _require_cpu_to_pack(self, buffer.device)
@@ -104,21 +106,21 @@ class Compressed(Aggregator):
             context = replace(context, result_dtype=context.result_dtype or buffer.dtype)
             values = context.scratch.take("updates", buffer.numel(), torch.float32, buffer.device)
         values.copy_(direction)
-        rows, carries = self._average(values, team, 1.0, context)
-        if carries:
-            self.adam.compare(direction, values, team, rows, carries, context)
+        rows, residuals = self._average(values, team, 1.0, context)
+        if residuals:
+            self.adam.compare(direction, values, team, rows, residuals, context)
         if values is not buffer:
             buffer.copy_(values)
 
     def _average(
         self, buffer: Tensor, team: Team, scale: float, context: BufferContext
     ) -> tuple[RowFormat, list[ErrorFeedback | None]]:
-        """Do it; return the rows that travelled, and what each of their regions has left out: nothing on one rank."""
+        """Average `buffer`; return the rows that travelled, and the residuals of their regions: none on one rank."""
         dtype = context.result_dtype or buffer.dtype
         rows = self._rows(context.layout, dtype, 1, context.step)
         if team.size == 1:
-            kept = None if self.feedback is None else context.leftover(context.layout, buffer.device)
-            scale_and_add(buffer, buffer, scale, kept)
+            residual = None if self.feedback is None else context.flush(context.layout, buffer.device)
+            scale_and_add(buffer, buffer, scale, residual)
             return rows, []
         if _exchanges(rows, context.layout, team):
             return rows, self._exchange(rows, buffer, team, scale, context)
@@ -129,25 +131,25 @@ class Compressed(Aggregator):
         self, rows: RowFormat, buffer: Tensor, team: Team, scale: float, context: BufferContext
     ) -> list[ErrorFeedback | None]:
         """Let every rank send one row to all others."""
-        if context.store is not None and not context.memory.settled:  # sums are not encoded any more
-            context.store.dissolve(context.path, context.layout, "server")
+        if context.store is not None and not context.memory.complete:  # sums are not encoded any more
+            context.store.release(context.path, context.layout, "server")
         received = rows.take(team.size, "received", context.scratch, buffer.device)
         mine = received[team.rank : team.rank + 1]
-        carries, resting = self._encode(rows, buffer, mine, team, scale, context)
+        residuals, masks = self._encode(rows, buffer, mine, team, scale, context)
         rows.travel("all_gather", team, received, mine, context.scratch)
-        for region, carry, rest in zip(rows.regions, carries, resting, strict=True):
+        for region, residual, mask in zip(rows.regions, residuals, masks, strict=True):
             total = region.target(buffer, torch.float32, region.chunk_numel, context.scratch)
             region.compressor.accumulate(region.payload(received), total)
-            if rest is not None:
-                rest.clear(total)
-                rest.arrived(region.payload(received), region.chunk_numel, chunks=False)
-            if carry is not None and rows.rounds:
+            if mask is not None:
+                mask.clear(total)
+                mask.arrived(region.payload(received), region.chunk_numel, chunks=False)
+            if residual is not None and rows.rounds:
                 own = slice(region.numel * team.rank // team.size, region.numel * (team.rank + 1) // team.size)
-                _keep_rounding(total[own], rows.dtype, carry.new[own], carry)
+                add_rounding_error(residual.new[own], total[own], rows.dtype, residual.loss_scale)
             region.write(buffer, total[: region.numel])
         if self.feedback is not None:
-            _judge(rows, received, buffer, context)
-        return carries
+            _report_finite(rows, received, buffer, context)
+        return residuals
 
     def _through_servers(
         self, rows: RowFormat, buffer: Tensor, team: Team, scale: float, context: BufferContext
@@ -155,57 +157,61 @@ class Compressed(Aggregator):
         """Send each rank the chunk that it is the server of; it adds up and encodes the sum, which all gather."""
         scratch, device = context.scratch, buffer.device
         encoded = rows.take(team.size, "sent", scratch, device)
-        own, resting = self._encode(rows, buffer, encoded, team, scale, context)
+        own, masks = self._encode(rows, buffer, encoded, team, scale, context)
         received = rows.take(team.size, "received", scratch, device)
         rows.travel("all_to_all", team, received, encoded, scratch)
         gathered = encoded  # is sent, and as long
         served = gathered[team.rank : team.rank + 1]
-        carries = []
-        for region, rest in zip(rows.regions, resting, strict=True):
+        residuals = []
+        for region, mask in zip(rows.regions, masks, strict=True):
             begin, end = region.chunk(team.rank)
-            carry = _carry(self.feedback, region, "server", region.layout.cut(begin, end), context, device)
-            carries.append(carry)
-            sources, target, rng = region.payload(received), region.payload(served), context.rng("server")
-            region.compressor.recompress(sources, target, region.chunk_numel, end - begin, carry, rng)
-            if rest is not None:
-                rest.summed(sources, target, region.chunk_numel, begin, end, carry)
+            own_chunk = region.layout.cut(begin, end)
+            residual = encoding_residual(
+                region.compressor, self.feedback, "server", own_chunk, context, device, region.layout
+            )
+            residuals.append(residual)
+            sources, target = region.payload(received), region.payload(served)
+            encoding = Encoding(region.chunk_numel, 1.0, residual, context.rng_key("server"))
+            region.compressor.recompress(sources, target, end - begin, encoding)
+            if mask is not None:
+                mask.summed(sources, target, region.chunk_numel, begin, end, residual)
         rows.travel("all_gather", team, gathered, served, scratch)
-        for region, carry, rest in zip(rows.regions, carries, resting, strict=True):
-            if carry is not None and rows.rounds:
-                exact = scratch.take("total", carry.new.numel(), torch.float32, device)
+        for region, residual, mask in zip(rows.regions, residuals, masks, strict=True):
+            if residual is not None and rows.rounds:
+                exact = scratch.take("total", residual.new.numel(), torch.float32, device)
                 region.compressor.decompress(region.payload(served), exact, region.chunk_numel)
-                if rest is not None:
-                    rest.clear(exact, region.chunk(team.rank)[0])
-                _keep_rounding(exact, rows.dtype, carry.new, carry)
+                if mask is not None:
+                    mask.clear(exact, region.chunk(team.rank)[0])
+                add_rounding_error(residual.new, exact, rows.dtype, residual.loss_scale)
             # The server, too, takes what it sent: otherwise its replica would differ from all others.
             values = region.target(buffer, rows.dtype, region.numel, scratch)
             region.compressor.decompress(region.payload(gathered), values, region.chunk_numel)
-            if rest is not None:
-                rest.clear(values)
-                rest.arrived(region.payload(gathered), region.chunk_numel, chunks=True)
+            if mask is not None:
+                mask.clear(values)
+                mask.arrived(region.payload(gathered), region.chunk_numel, chunks=True)
             region.write(buffer, values)
         if self.feedback is not None:
-            _judge(rows, gathered, buffer, context)
+            _report_finite(rows, gathered, buffer, context)
         return own
 
     def _encode(
         self, rows: RowFormat, buffer: Tensor, payload: Tensor, team: Team, scale: float, context: BufferContext
-    ) -> tuple[list[ErrorFeedback | None], list[RestingSigns | None]]:
-        """Encode all regions of `buffer`; return what each leaves out, and which of its elements rest."""
-        carries, resting = [], []
+    ) -> tuple[list[ErrorFeedback | None], list[MaskedRegion | None]]:
+        """Encode all regions of `buffer`; return the residual of each, and its masked elements."""
+        residuals, masks = [], []
         for region in rows.regions:
-            values = region.read(buffer, context.scratch)
-            carry = _carry(self.feedback, region, "worker", region.layout, context, buffer.device)
-            carries.append(carry)
-            rng = context.rng("worker") if region.compressor.stochastic else RngKey()
-            rest = RestingSigns.of(region, values, scale, carry, team, context)
-            resting.append(rest)
-            region.compressor.compress(values, region.payload(payload), region.chunk_numel, scale, carry, rng)
-            if rest is not None:
-                rest.encoded(region.payload(payload), region.chunk_numel, carry)
-            if carry is not None and not region.dense and context.step % SAMPLE_EVERY_STEPS == 0:
-                context.sample(values, scale, carry)
-        return carries, resting
+            values, encoder = region.read(buffer, context.scratch), region.compressor
+            residual = encoding_residual(encoder, self.feedback, "worker", region.layout, context, buffer.device)
+            residuals.append(residual)
+            key = context.rng_key("worker") if encoder.stochastic else RngKey()
+            mask = MaskedRegion.of(region, values, scale, residual, team, context)
+            masks.append(mask)
+            encoder.compress(values, region.payload(payload), Encoding(region.chunk_numel, scale, residual, key))
+            if mask is not None:
+                mask.encoded(region.payload(payload), region.chunk_numel, residual)
+            if residual is not None and not region.dense and context.step % SAMPLE_EVERY_STEPS == 0:
+                context.sample(values, scale, residual)
+        return residuals, masks
 
     def _rows(self, layout: Layout, dtype: torch.dtype, chunks: int, step: int | None) -> RowFormat:
         compressor = self.compressor.at(step)
@@ -213,10 +219,51 @@ class Compressed(Aggregator):
             return row_format(layout, chunks, self.compressor, _EVERYTHING, dtype, self.packed)
         return row_format(layout, chunks, compressor, self.dense, dtype, self.packed)
 
+    # ----------------------------------------------------------------------------- reduce_scatter
+
+    def check_reduce_scatter(self, team: TeamShape) -> None:
+        """Refuse Adam, packed rows, and sparse ones, whose length differs from owner to owner."""
+        if self.adam is not None:
+            raise ConfigurationError(
+                f"{self} makes directions of gradients, and a 1-D FSDP2 mesh has no sum of a node to make them of; "
+                f"use no adam, or {HSDP}"
+            )
+        if self.packed:
+            raise ConfigurationError(
+                f"{self} packs what it exchanges, which a 1-D FSDP2 mesh does not; use packed=False, or {HSDP}"
+            )
+        if self.compressor.sparse:
+            raise ConfigurationError(
+                f"{self.compressor} cannot compress the gradients of a model on a 1-D FSDP2 mesh, where the rows of "
+                f"all owners have to be equally long; use commopt.Quantize, commopt.OneBit or commopt.Cast, or {HSDP}"
+            )
+
+    def reduce_scatter(
+        self, output: Tensor, source: Tensor, buffer: ShardedBuffer, team: Team, scale: float, context: BufferContext
+    ) -> None:
+        """Encode a row for each owner, and add up the rows that come in: one encoding, and no residual of a sum."""
+        values = source.view(team.size, -1).to(torch.promote_types(source.dtype, torch.float32))
+        rows = self._shard_rows(buffer)
+        exchange_rows(rows, self.feedback, apply_scale(values, scale), output, team, context)
+
+    def reduce_scatter_calls(self, buffer: ShardedBuffer, team: TeamShape) -> tuple[Action, ...]:
+        """Return one all_to_all of rows."""
+        rows = self._shard_rows(buffer)
+        return (*rows.work("encode"), *call(team, "all_to_all", team.size * rows.nbytes), *rows.work("decode"))
+
+    def residual_owners(self, team: TeamShape) -> tuple[int, ...]:
+        """Return all ranks: this one encodes a row for each."""
+        return tuple(range(team.size))
+
+    def _shard_rows(self, buffer: ShardedBuffer) -> ShardRows:
+        compressor = self.compressor.at(buffer.step)
+        dense = _EVERYTHING if compressor is None else self.dense
+        return shard_rows(buffer.shards, compressor or self.compressor, dense, buffer.dtype)
+
     # -------------------------------------------------------------------------------------- facts
 
-    def calls(self, buffer: Buffer, team: TeamShape) -> tuple[Step, ...]:
-        """Return one all_gather of rows, or an all_to_all and an all_gather of chunks; and what Adam adds to them."""
+    def calls(self, buffer: Buffer, team: TeamShape) -> tuple[Action, ...]:
+        """Return one all_gather of rows, or an all_to_all and an all_gather of chunks; Adam's own calls first."""
         if buffer.nbytes == 0 or team.size == 1:
             return ()
         beside = () if self.adam is None else self.adam.calls(buffer, team)
@@ -239,9 +286,9 @@ class Compressed(Aggregator):
         )
 
     @classmethod
-    def trials(cls) -> Trials[Aggregator]:
-        """Return packed bfloat16: what Cast() tries, in fewer bytes and with more work."""
-        return Trials("bf16_packed", (cls(Cast(torch.bfloat16), None, packed=True),), feedback=False)
+    def candidates(cls) -> Candidates[Aggregator]:
+        """Return packed bfloat16: the values of Cast(), in fewer bytes and with more work."""
+        return Candidates("bf16_packed", (cls(Cast(torch.bfloat16), None, packed=True),), feedback=False)
 
     @property
     def error_bound(self) -> float:
@@ -250,11 +297,11 @@ class Compressed(Aggregator):
 
     @property
     def start_step(self) -> int:
-        """That of the compressor."""
+        """The first step after the compressor's warm-up."""
         return self.compressor.start_step
 
     def phase(self, step: int) -> int:
-        """Return that of the compressor, and of what Adam exchanges beside it."""
+        """Return the phase of the compressor, and of Adam's own exchanges."""
         first = self.compressor.phase(step)
         return first if self.adam is None else self.adam.phase(step, first)
 
@@ -287,7 +334,7 @@ class Compressed(Aggregator):
         return replace(self, dense=(*self.dense, *patterns))
 
     def squared_error(self, layout: Layout, buffer: Tensor) -> float:
-        """Return what one encoding of each compressed parameter leaves out; each counts alone."""
+        """Return the error of one encoding of each compressed parameter by itself."""
         compressed = layout.select(split(layout, self.compressor, buffer.dtype, self.dense)[0])
         return sum(
             self.compressor.squared_error(buffer[begin:end])
@@ -295,10 +342,10 @@ class Compressed(Aggregator):
             for begin, end in layout.spans_of(Layout((piece,)))
         )
 
-    def passes(self, ranks: int) -> dict[tuple[WorkKind, str], Passes]:
-        """Return those of the compressor, and of what travels dense beside it."""
+    def kernel_costs(self, ranks: int) -> dict[tuple[WorkKind, str], KernelCost]:
+        """Return the passes of the compressor, and of dense elements beside it."""
         encoders = (self.compressor, Exact())
-        return {(kind, repr(each)): passes for each in encoders for kind, passes in each.passes(ranks).items()}
+        return {(kind, repr(each)): passes for each in encoders for kind, passes in each.kernel_costs(ranks).items()}
 
 
 def _require_cpu_to_pack(aggregator: Compressed, device: torch.device) -> None:
@@ -309,18 +356,8 @@ def _require_cpu_to_pack(aggregator: Compressed, device: torch.device) -> None:
         )
 
 
-def _carry(
-    feedback: Feedback | None, region: Region, kind: Kind, layout: Layout, context: BufferContext, device: torch.device
-) -> ErrorFeedback | None:
-    if region.compressor.exact:
-        if kind == "server" or feedback is None or context.memory.settled:
-            return None
-        return context.leftover(layout, device)
-    return context.carry(kind, layout, feedback, device, region.layout)
-
-
-def _judge(rows: RowFormat, payloads: Tensor, buffer: Tensor, context: BufferContext) -> None:
-    """Tell the context whether the result is finite, and show it in the buffer's first element."""
+def _report_finite(rows: RowFormat, payloads: Tensor, buffer: Tensor, context: BufferContext) -> None:
+    """Report whether the result is finite; if not, the buffer's first element is NaN."""
     if context.store is None:
         return
     flags = [region.compressor.finite(region.payload(payloads), region.chunk_numel) for region in rows.regions]
@@ -348,12 +385,6 @@ def affordable_to_all(row_nbytes: int, numel: int, ranks: int) -> bool:
     return row_nbytes * ranks <= 8 * numel
 
 
-def _work(kind: WorkKind, rows: RowFormat, times: int = 1) -> tuple[Step, ...]:
+def _work(kind: WorkKind, rows: RowFormat, times: int = 1) -> tuple[Action, ...]:
     """Return the work on all elements of a buffer, or on `times` as many."""
     return tuple(work(kind, region.compressor, region.numel * times) for region in rows.regions)
-
-
-def _keep_rounding(exact: Tensor, dtype: torch.dtype, residual: Tensor, carry: ErrorFeedback) -> None:
-    """Add to a part of the new residual what rounding `exact` to a 16-bit dtype takes away; one rank does."""
-    lost = exact - exact.to(dtype)
-    residual.add_(lost if carry.loss_scale is None else lost / carry.loss_scale)

@@ -3,22 +3,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from commopt.aggregate.base import mark_non_finite
-from commopt.aggregate.matrices import Group, Plan
-from commopt.aggregate.sums import add_up
-from commopt.aggregate.untouched import RestingElements, count_beside
+from commopt.aggregate.matrices import MatrixGroup, MatrixPlan
+from commopt.aggregate.residuals import add_rounding_error, unscaled
+from commopt.aggregate.sums import Sums
+from commopt.aggregate.zero_matrices import MaskedMatrices, count_beside
 from commopt.compress import ErrorFeedback
 from commopt.feedback import SAMPLE_EVERY_STEPS, BufferContext, Feedback, Side, Spans
-from commopt.groups import Team
 from commopt.kernels import lowrank
 from commopt.kernels.loader import cpu_kernels
-from commopt.kernels.residual import piece_numel
+from commopt.kernels.residual import cache_numel
 
 _WORDS = 4  # uniform numbers that make one that is nearly normal
 
@@ -26,13 +25,14 @@ _WORDS = 4  # uniform numbers that make one that is nearly normal
 class Exchange:
     """The matrices of one buffer in one step, stacked by shape in the memory of the next residual.
 
-    All is float32, unscaled and in units of the average, until it is written back times the loss scale.
-    dtype: what the values will be rounded to in the end.
+    All values are float32, unscaled and in units of the average, until they are written back times the loss scale.
+
+    dtype: the dtype to which the values will be rounded in the end.
     """
 
     def __init__(
         self,
-        plan: Plan,
+        plan: MatrixPlan,
         matrix_rank: int,
         feedback: Feedback | None,
         buffer: Tensor,
@@ -47,30 +47,28 @@ class Exchange:
         self._device = buffer.device
         self._dtype = dtype
         self._scale = scale
-        self._factor: Tensor | float = scale
-        if context.loss_scale is not None:
-            factor = scale / context.loss_scale
-            self._factor = float(factor) if self._device.type == "cpu" else factor  # a device waits for no host
+        factor = unscaled(scale, context.loss_scale)
+        self._factor = float(factor) if self._device.type == "cpu" else factor  # a device waits for no host
         self._rounds = dtype.itemsize < torch.float32.itemsize
-        self._all_kept = self._rounds or plan.splits
-        self._leftover: ErrorFeedback | None = None
-        self._carry: ErrorFeedback | None = None
-        self._rest: RestingElements | None = None
+        self._one_residual = self._rounds or plan.splits  # of the matrices and of the dense elements
+        self._dense_residual: ErrorFeedback | None = None
+        self._residual: ErrorFeedback | None = None
+        self._mask: MaskedMatrices | None = None
         self._take_residual(feedback)
-        if feedback is not None and not self._all_kept and plan.dense_spans:
-            self._leftover = context.leftover(plan.dense, self._device)
+        if feedback is not None and not self._one_residual and plan.dense_spans:
+            self._dense_residual = context.flush(plan.dense, self._device)
 
     def _take_residual(self, feedback: Feedback | None) -> None:
         """Get the residual, and memory for the matrices."""
         plan = self._plan
-        kept = plan.everything if self._all_kept else plan.stacked
-        self._carry = self._context.carry("worker", kept, feedback, self._device)
-        if self._carry is not None:
-            self._kept = self._carry.new
+        layout = plan.everything if self._one_residual else plan.stacked
+        self._residual = self._context.error_feedback("worker", layout, feedback, self._device)
+        if self._residual is not None:
+            self._stacked = self._residual.new
         else:
-            self._kept = self._context.scratch.take("matrices", plan.stacked.numel, torch.float32, self._device)
+            self._stacked = self._context.scratch.take("matrices", plan.stacked.numel, torch.float32, self._device)
 
-    def run(self, team: Team) -> None:
+    def run(self, sums: Sums) -> None:
         """P = orth(sum of M Q), then Q = sum of M^T P and the update P Q^T, where Q starts from the last step's."""
         plan, context = self._plan, self._context
         factors = context.factors(plan.stacked, self._matrix_rank, plan.heights["right"], self._random)
@@ -79,15 +77,15 @@ class Exchange:
         left, dense = message[:numel].view(-1, self._matrix_rank), message[numel:-1]
         self._fill_dense(dense)
         self._project(factors.rights, left)
-        self._rest = rest = RestingElements.of(plan, self._matrices, team, context)
-        if rest is None:
+        self._mask = mask = MaskedMatrices.of(plan, self._matrices, sums, context)
+        if mask is None:
             message = message[:-1]
         else:
-            message[-1:] = rest.touched()
-            count_beside(numel, plan.dense.numel, team, context)
-        add_up(message, numel, team, context.scratch)  # any left factors will do, if all have the same
-        if rest is not None:
-            rest.arrived(message[-1:], team, context)
+            message[-1:] = mask.touched()
+            count_beside(numel, plan.dense.numel, sums, context)
+        sums.add_up(message, numel, context.scratch)  # any left factors will do, if all have the same
+        if mask is not None:
+            mask.arrived(message[-1:], sums, context)
         # Rows of zeros get no noise: what is zero on all ranks would move. Right factors have some in all of their
         # rows, so that no row of a matrix is multiplied to zero.
         begin = factors.initial["left"] * left.ne(0).any(1, keepdim=True)
@@ -95,40 +93,42 @@ class Exchange:
         shape = (plan.rows["right"], self._matrix_rank)
         right = context.scratch.take("second message", shape, torch.float32, self._device)
         self._refresh(left, right)
-        lost = add_up(right.view(-1), right.numel(), team, context.scratch)
-        if lost is not None:
-            self._keep_lost(left, lost.view_as(right))
-        self._keep_resting()
+        error = sums.add_up(right.view(-1), right.numel(), context.scratch)
+        if error is not None:
+            self._add_rounding_error(left, error.view_as(right))
+        self._put_masked()
         if context.store is not None:
-            self._orthogonalize("right", right, context.store.stage_factors(factors.rights), factors.initial["right"])
-        self._write(left, right, dense, team)
+            self._orthogonalize(
+                "right", right, context.store.transaction.stage_factors(factors.rights), factors.initial["right"]
+            )
+        self._write(left, right, dense, sums)
 
     def _project(self, rights: Tensor, left: Tensor) -> None:
         """Make the matrices M of gradients and residuals, and set `left` to M Q for each."""
-        for group in self._plan.parts(piece_numel(self._device)):  # a cache still holds what was just written
+        for group in self._plan.parts(cache_numel(self._device)):  # a cache still holds what was just written
             self._fill(group)
-            lowrank.project(group.stack(self._kept), group.factors("right", rights), group.factors("left", left))
+            lowrank.project(group.stack(self._stacked), group.factors("right", rights), group.factors("left", left))
 
     def _refresh(self, left: Tensor, right: Tensor) -> None:
-        """Set `right` to M^T P for each matrix M, and leave what that does not say."""
-        for group in self._plan.parts(piece_numel(self._device)):
-            lowrank.refresh(group.stack(self._kept), group.factors("left", left), group.factors("right", right))
+        """Set `right` to M^T P for each matrix M, and subtract the product from M: the residual is left."""
+        for group in self._plan.parts(cache_numel(self._device)):
+            lowrank.refresh(group.stack(self._stacked), group.factors("left", left), group.factors("right", right))
         self._sample()
 
     def _matrices(self) -> Tensor:
         """Return a copy of the matrices M, stacked."""
-        return self._kept[: self._plan.stacked.numel].clone()
+        return self._stacked[: self._plan.stacked.numel].clone()
 
-    def _keep_resting(self) -> None:
-        """Leave, of elements that rest, what this rank has."""
-        if self._rest is not None:
-            self._rest.keep(self._kept[: self._plan.stacked.numel])
+    def _put_masked(self) -> None:
+        """Put this rank's values of masked elements into the residual."""
+        if self._mask is not None:
+            self._mask.put_into(self._stacked[: self._plan.stacked.numel])
 
-    def _keep_lost(self, left: Tensor, lost: Tensor) -> None:
-        """Leave what was rounded away from the right factors on their way, too."""
-        lost.neg_()
+    def _add_rounding_error(self, left: Tensor, error: Tensor) -> None:
+        """Add the rounding error of this rank's right factors to the residual."""
+        error.neg_()
         for group in self._plan.groups:
-            lowrank.subtract(group.stack(self._kept), group.factors("left", left), group.factors("right", lost))
+            lowrank.subtract(group.stack(self._stacked), group.factors("left", left), group.factors("right", error))
 
     # ------------------------------------------------------------------------------------- factors
 
@@ -169,45 +169,44 @@ class Exchange:
     # ------------------------------------------------------------------------------------- sending
 
     def _fill_dense(self, target: Tensor) -> None:
-        """Put the dense elements into their part of a message, with what is kept for them from before."""
-        carry, first = self._leftover, 0
-        if self._carry is not None and self._all_kept:
-            carry, first = self._carry, self._plan.stacked.numel
-            self._kept[first:].zero_()
+        """Put the dense elements into their part of a message, with their residual."""
+        residual, first = self._dense_residual, 0
+        if self._residual is not None and self._one_residual:
+            residual, first = self._residual, self._plan.stacked.numel
+            self._stacked[first:].zero_()
         if self._plan.dense_spans:
             parts = [self._buffer[begin:end] for begin, end in self._plan.dense_spans]
-            self._add(parts[0] if len(parts) == 1 else torch.cat(parts), carry, first, target)
+            self._add(parts[0] if len(parts) == 1 else torch.cat(parts), residual, first, target)
 
-    def _fill(self, group: Group) -> None:
+    def _fill(self, group: MatrixGroup) -> None:
         """Make matrices of gradients and residuals."""
-        for matrix, first, last in group.places():
-            self._add(self._buffer[matrix.begin : matrix.end], self._carry, first, self._kept[first:last])
+        for matrix, first, last in group.ranges():
+            self._add(self._buffer[matrix.begin : matrix.end], self._residual, first, self._stacked[first:last])
 
-    def _add(self, values: Tensor, carry: ErrorFeedback | None, first: int, out: Tensor) -> None:
+    def _add(self, values: Tensor, residual: ErrorFeedback | None, first: int, out: Tensor) -> None:
         """Set `out` to the unscaled `values` plus the old residual from element `first` on: in one pass if possible."""
-        if carry is None:
+        if residual is None:
             out.copy_(values).mul_(self._factor)
             return
-        old = carry.old[first : first + out.numel()]
-        if carry.decay != 1.0 or values.dtype != torch.float32:
-            out.copy_(values).mul_(self._factor).add_(old, alpha=carry.decay)
+        old = residual.old[first : first + out.numel()]
+        if residual.decay != 1.0 or values.dtype != torch.float32:
+            out.copy_(values).mul_(self._factor).add_(old, alpha=residual.decay)
         elif isinstance(self._factor, Tensor):
             torch.addcmul(old, values, self._factor, out=out)
         else:
             torch.add(old, values, alpha=self._factor, out=out)
 
     def _sample(self) -> None:
-        """Let the context measure how much is left out of the first matrix."""
-        if self._carry is None or not self._plan.groups or self._context.step % SAMPLE_EVERY_STEPS:
+        """Let the context measure the error of the first matrix."""
+        if self._residual is None or not self._plan.groups or self._context.step % SAMPLE_EVERY_STEPS:
             return
         matrix = self._plan.matrices[0]
-        first = slice(0, matrix.rows * matrix.cols)
-        carry = replace(self._carry, old=self._carry.old[first], new=self._carry.new[first])
-        self._context.sample(self._buffer[matrix.begin : matrix.end], self._scale, carry)
+        first = self._residual.cut(0, matrix.rows * matrix.cols)
+        self._context.sample(self._buffer[matrix.begin : matrix.end], self._scale, first)
 
     # ----------------------------------------------------------------------------------- receiving
 
-    def _write(self, left: Tensor, right: Tensor, dense: Tensor, team: Team) -> None:
+    def _write(self, left: Tensor, right: Tensor, dense: Tensor, sums: Sums) -> None:
         """Put the products of the factors, and the dense elements, into the buffer, and report whether all is finite.
 
         The right factors and the dense elements are changed.
@@ -216,8 +215,8 @@ class Exchange:
             right.mul_(self._context.loss_scale)
             dense.mul_(self._context.loss_scale)
         finite = right.isfinite().all() & dense.isfinite().all()
-        self._decode(left, right, finite, team)
-        self._keep_rounding(self._plan.stacked.numel, dense, team)
+        self._decode(left, right, finite, sums)
+        self._keep_rounding(self._plan.stacked.numel, dense, sums)
         if self._plan.dense_spans:
             targets = [self._buffer[begin:end] for begin, end in self._plan.dense_spans]
             torch._foreach_copy_(targets, list(dense.split([len(target) for target in targets])))
@@ -226,31 +225,29 @@ class Exchange:
         mark_non_finite(self._buffer, finite)
         self._context.report(finite)
 
-    def _decode(self, left: Tensor, right: Tensor, finite: Tensor, team: Team) -> None:
+    def _decode(self, left: Tensor, right: Tensor, finite: Tensor, sums: Sums) -> None:
         """Put the products of the factors into the buffer."""
         direct = self._buffer.dtype == torch.float32
         for group in self._plan.groups:
             lefts, rights = group.factors("left", left), group.factors("right", right)
-            for number, (matrix, first, last) in enumerate(group.places()):
+            for number, (matrix, first, last) in enumerate(group.ranges()):
                 target = values = self._buffer[matrix.begin : matrix.end]
                 if not direct:
                     values = self._context.scratch.take("decoded", last - first, torch.float32, self._device)
                 one = slice(number, number + 1)
                 lowrank.decode(lefts[one], rights[one], values.view(1, group.rows, group.cols))
-                if self._rest is not None:
-                    values.masked_fill_(self._rest.resting[first:last], 0.0)
-                self._keep_rounding(first, values, team)
+                if self._mask is not None:
+                    values.masked_fill_(self._mask.masked[first:last], 0.0)
+                self._keep_rounding(first, values, sums)
                 if not direct:
                     target.copy_(values)
 
-    def _keep_rounding(self, offset: int, values: Tensor, team: Team) -> None:
-        """Add to the residual from element `offset` on what rounding takes away, where that is this rank's to keep."""
-        if not self._rounds or self._carry is None:
+    def _keep_rounding(self, offset: int, values: Tensor, sums: Sums) -> None:
+        """Add the rounding error of this rank's share of `values`, elements from `offset` on, to the residual."""
+        if not self._rounds or self._residual is None:
             return
         numel = self._plan.layout.numel
-        begin, end = (max(place * numel // team.size - offset, 0) for place in (team.rank, team.rank + 1))
+        begin, end = (max(rank * numel // sums.size - offset, 0) for rank in (sums.rank, sums.rank + 1))
         exact = values[begin:end]
-        lost = exact - exact.to(self._dtype)
-        if self._context.loss_scale is not None:
-            lost /= self._context.loss_scale
-        self._kept[offset + begin : offset + begin + exact.numel()] += lost
+        residual = self._stacked[offset + begin : offset + begin + exact.numel()]
+        add_rounding_error(residual, exact, self._dtype, self._context.loss_scale)

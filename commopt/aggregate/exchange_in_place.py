@@ -10,42 +10,43 @@ import torch
 from torch import Tensor
 
 from commopt.aggregate.exchange import Exchange
-from commopt.aggregate.matrices import Plan
+from commopt.aggregate.matrices import MatrixPlan
+from commopt.aggregate.sums import Sums
 from commopt.feedback import SAMPLE_EVERY_STEPS, SAMPLE_NUMEL, BufferContext, Feedback
-from commopt.groups import Team
 from commopt.kernels.codec import address
 from commopt.kernels.loader import cpu_kernels, cpu_threads
 
 
 class InPlace(Exchange):
-    """The same bits for all that ranks must have alike. The residual is not staged: it waits for both messages.
+    """An exchange whose residual is not staged, but written after both messages.
 
-    So it has to be known then that the result is finite, on all ranks: see `suits`.
+    By then all ranks must know that the result is finite: see `suits`. Factors and results have the same bits as those
+    of an Exchange.
     """
 
     @classmethod
     def suits(
-        cls, plan: Plan, buffer: Tensor, dtype: torch.dtype, feedback: Feedback | None, context: BufferContext
+        cls, plan: MatrixPlan, buffer: Tensor, dtype: torch.dtype, feedback: Feedback | None, context: BufferContext
     ) -> bool:
-        """Return whether the buffer can be the matrices, and its own sums tell whether the residual counts."""
+        """Return whether the buffer can hold the matrices, and its own sums tell whether the residual counts."""
         if not buffer.dtype == dtype == torch.float32 or buffer.device.type != "cpu" or cpu_kernels() is None:
             return False
         if plan.splits or not plan.groups:
             return False
         staged = context.loss_scale is not None or context.share is not None  # a step's, or a node's shards with it
-        staged |= context.store is not None and context.store.per_step
+        staged |= context.store is not None and context.store.transaction.per_step
         return not staged and (feedback is None or feedback.dtype == torch.float32)
 
     def _take_residual(self, feedback: Feedback | None) -> None:
         self._cpu: Any = cpu_kernels()
-        self._residual: Tensor | None = None
+        self._residual_values: Tensor | None = None
         self._decay = 1.0
         if self._context.store is not None and feedback is not None:
-            self._residual = self._context.residual("worker", self._plan.stacked, feedback, self._device).values
+            self._residual_values = self._context.residual("worker", self._plan.stacked, feedback, self._device).values
             self._decay = feedback.decay
 
     def _project(self, rights: Tensor, left: Tensor) -> None:
-        pointers = self._buffer.data_ptr(), address(self._residual)
+        pointers = self._buffer.data_ptr(), address(self._residual_values)
         factors = rights.data_ptr(), left.data_ptr(), self._matrix_rank, cpu_threads()
         self._cpu.lowrank_begin(*pointers, self._factor, self._decay, *self._table, *factors)
 
@@ -58,14 +59,14 @@ class InPlace(Exchange):
     def _matrices(self) -> Tensor:
         return torch.cat([self._buffer[matrix.begin : matrix.end] for matrix in self._plan.matrices])
 
-    def _keep_resting(self) -> None:
+    def _put_masked(self) -> None:
         pass  # there is no residual before `_decode`
 
-    def _keep_lost(self, left: Tensor, lost: Tensor) -> None:
-        self._sent.sub_(lost)
+    def _add_rounding_error(self, left: Tensor, error: Tensor) -> None:
+        self._sent.sub_(error)
 
-    def _decode(self, left: Tensor, right: Tensor, finite: Tensor, team: Team) -> None:
-        residual = self._residual if finite else None
+    def _decode(self, left: Tensor, right: Tensor, finite: Tensor, sums: Sums) -> None:
+        residual = self._residual_values if finite else None
         sampled = None
         if residual is not None and self._context.step % SAMPLE_EVERY_STEPS == 0:
             matrix = self._plan.matrices[0]
@@ -75,12 +76,12 @@ class InPlace(Exchange):
         store = self._context.store
         with nullcontext() if store is None else store.lock:
             self._cpu.lowrank_finish(*pointers, *self._table, *factors, self._matrix_rank, cpu_threads())
-            if self._rest is not None and residual is not None:
-                self._rest.keep(residual)
-        if self._rest is not None:
+            if self._mask is not None and residual is not None:
+                self._mask.put_into(residual)
+        if self._mask is not None:
             for group in self._plan.groups:
-                for matrix, first, last in group.places():
-                    self._buffer[matrix.begin : matrix.end].masked_fill_(self._rest.resting[first:last], 0.0)
+                for matrix, first, last in group.ranges():
+                    self._buffer[matrix.begin : matrix.end].masked_fill_(self._mask.masked[first:last], 0.0)
         if sampled is not None and residual is not None and store is not None:
             store.error.add(residual[: len(sampled)], sampled)
 

@@ -6,24 +6,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from commopt.aggregate.adam import Adam
-from commopt.aggregate.base import Aggregator, Buffer, Flat, Step, WorkKind, call, work
+from commopt.aggregate.base import Action, Aggregator, Buffer, Flat, WorkKind, call, work
 from commopt.aggregate.shards import division, reshard
-from commopt.aggregate.sums import ByLeaders
-from commopt.compress import Passes
+from commopt.aggregate.sums import LinearAggregator, Sums
+from commopt.compress import KernelCost
 from commopt.errors import ConfigurationError, did_you_mean
 from commopt.feedback import BufferContext, Layout
 from commopt.groups import Team, TeamShape, apply_scale
 
+if TYPE_CHECKING:
+    from commopt.aggregate.rows import ShardedBuffer
+
 Form = Literal["reduce_scatter", "leader"]
 
 _SHARD_FROM_NBYTES = 64 * 1024
-_ONE: Any = TeamShape.of((1,))  # node, that talks to no other
+_NO_OTHER_NODE: Any = TeamShape.of((1,))
+"""The level between nodes where there is one node: a team of this rank alone, which sends nothing."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -62,7 +66,7 @@ class Hierarchical(Aggregator):
             )
 
     def check(self, team: TeamShape) -> None:
-        """Refuse shards on nodes of unequal length, and what `inter` refuses."""
+        """Refuse shards on nodes of unequal length, and whatever `inter` refuses."""
         if self.form == "reduce_scatter" and not team.uniform:
             counts = "+".join(map(str, team.ranks_per_node))
             raise ConfigurationError(
@@ -86,7 +90,7 @@ class Hierarchical(Aggregator):
             return
         form = self._form(team, buffer.nbytes, team.backend(buffer.device))
         if form == "compress_first":
-            _compress_first(self.inter, buffer, team, scale, context)
+            self._compress_first(buffer, team, scale, context)
             return
         through = self._through_leader if form == "leader" else self._through_shards
         seen = through(buffer, intra, inter, intra.size / team.size, scale, context)
@@ -101,7 +105,7 @@ class Hierarchical(Aggregator):
         Returns, as `_through_shards` does, elements of the result that are not finite if any is not.
         """
         leads = intra.rank == 0 and inter is not None  # an uneven node has one leader alone that has an inter level
-        if self.inter.residual_paths and not context.memory.settled:
+        if self.inter.residual_paths and not context.memory.complete:
             reshard(self.inter, "leader", context.layout if leads else None, intra, context, buffer.device)
         values = self._scaled(buffer, scale)
         intra.reduce(values, dst=0)
@@ -120,7 +124,7 @@ class Hierarchical(Aggregator):
         assert inter is not None  # check() refused unequal nodes
         divided = division(self.inter, context.layout, buffer.dtype, intra.size)
         mine = divided.layouts[intra.rank]  # the last ranks of a node may have nothing but padding, on every node
-        if self.inter.residual_paths and not context.memory.settled:
+        if self.inter.residual_paths and not context.memory.complete:
             reshard(self.inter, divided.name, mine, intra, context, buffer.device)
         values = self._scaled(buffer, scale)
         # The bucket cannot be padded; where it does not divide, a padded copy goes round instead.
@@ -138,15 +142,75 @@ class Hierarchical(Aggregator):
             divided.put_back(whole, buffer)
         return whole[:: divided.shard_numel]
 
+    def _compress_first(self, buffer: Tensor, team: Team, scale: float, context: BufferContext) -> None:
+        """Let every rank compress its own gradient; the sums of factors, which are small, go through the leaders."""
+        assert team.intra is not None
+        assert isinstance(self.inter, LinearAggregator)
+        if not context.memory.complete:  # other forms left residuals on any rank of the node: the first sends them
+            mine = context.layout if team.intra.rank == 0 else None
+            reshard(self.inter, "whole", mine, team.intra, context, buffer.device)
+        across = context.within("inter", context.layout, context.result_dtype)
+        self.inter.sum_up(buffer, Sums(team, by_leaders=True), scale, across)
+
     def _scaled(self, buffer: Tensor, scale: float) -> Tensor:
-        """Return `scale * buffer`: in place, or in float32 where feedback has to know of every rounding."""
+        """Return `scale * buffer`: in place, or in float32 where residuals take every rounding error."""
         if self.inter.residual_paths and buffer.dtype.itemsize < torch.float32.itemsize:
             return buffer.float().mul_(scale)
         return apply_scale(buffer, scale)
 
+    # ------------------------------------------------------------------------------ reduce_scatter
+
+    def check_reduce_scatter(self, team: TeamShape) -> None:
+        """Refuse leaders, nodes of unequal length, and whatever `inter` refuses."""
+        if self.form == "leader":
+            raise ConfigurationError(
+                f"{self}: on a 1-D FSDP2 mesh every rank keeps a shard of the sum, so form='leader' has no meaning; "
+                f"use form=None"
+            )
+        _alone(self.inter, team).check_reduce_scatter(team.inter or team)
+        if not team.uniform:
+            raise ConfigurationError(
+                f"{self} needs equally many ranks on every node to scatter gradients over an FSDP2 mesh, and nodes "
+                f"hold {', '.join(map(str, team.ranks_per_node))}; use commopt.Flat() or commopt.Compressed(...)"
+            )
+
+    def reduce_scatter(
+        self, output: Tensor, source: Tensor, buffer: ShardedBuffer, team: Team, scale: float, context: BufferContext
+    ) -> None:
+        """Add up in the node the shards of the ranks at this rank's place on all nodes; `inter` takes these across."""
+        intra, inter, average = team.intra, team.inter, _alone(self.inter, team)
+        if average.residual_paths:
+            context = context.within("inter", context.layout)
+        if intra is None or inter is None:
+            average.reduce_scatter(output, source, buffer, team, scale, context)
+            return
+        dtype = source.dtype if average.lossless else torch.promote_types(source.dtype, torch.float32)
+        shape, device = (intra.size, inter.size, output.numel()), source.device
+        whole = context.scratch.take("laid out for the node", shape, dtype, device)
+        whole.copy_(source.view(inter.size, intra.size, -1).transpose(0, 1))
+        mine = context.scratch.take("shard", shape[1:], dtype, device).view(-1)
+        intra.reduce_scatter(mine, apply_scale(whole, scale).view(-1))
+        average.reduce_scatter(output, mine, buffer.across(intra), inter, 1.0, context)
+
+    def reduce_scatter_calls(self, buffer: ShardedBuffer, team: TeamShape) -> tuple[Action, ...]:
+        """Return a reduce_scatter inside the node, and the calls of `inter` between nodes."""
+        intra, inter, average = team.intra, team.inter, _alone(self.inter, team)
+        if intra is None or inter is None:
+            return average.reduce_scatter_calls(buffer, team)
+        dtype = buffer.dtype if average.lossless else torch.promote_types(buffer.dtype, torch.float32)
+        copied, summed = work("copy", "", buffer.numel), call(intra, "reduce_scatter", buffer.numel * dtype.itemsize)
+        return (copied, *summed, *average.reduce_scatter_calls(buffer.across(intra), inter))
+
+    def residual_owners(self, team: TeamShape) -> tuple[int, ...]:
+        """Return, of the ranks at this rank's place on every node, those for whose shards `inter` keeps residuals."""
+        intra, inter, average = team.intra, team.inter, _alone(self.inter, team)
+        if intra is None or inter is None:
+            return average.residual_owners(team)
+        return tuple(intra.rank + intra.size * node for node in average.residual_owners(inter))
+
     # --------------------------------------------------------------------------------------- facts
 
-    def calls(self, buffer: Buffer, team: TeamShape) -> tuple[Step, ...]:
+    def calls(self, buffer: Buffer, team: TeamShape) -> tuple[Action, ...]:
         """Return the calls of the node, those between nodes, and those of the node again."""
         layout, dtype = buffer.layout, buffer.dtype
         intra, inter = _levels(self.inter, team)
@@ -159,7 +223,8 @@ class Hierarchical(Aggregator):
         backend = team.backend(buffer.device or team.default_device)
         form = self._form(team, buffer.nbytes, backend)
         if form == "compress_first":
-            return self.inter.calls(buffer, cast(TeamShape, ByLeaders(team)))
+            assert isinstance(self.inter, LinearAggregator)
+            return self.inter.sum_calls(buffer, Sums(team, by_leaders=True))
         if form == "leader":
             leads = intra.rank == 0 and inter is not None
             across = self.inter.calls(buffer, inter) if leads and inter else ()
@@ -174,25 +239,25 @@ class Hierarchical(Aggregator):
 
     @cached_property
     def lossless(self) -> bool:
-        """If `inter` is."""
+        """Whether `inter` is lossless."""
         return self.inter.lossless
 
     @property
     def error_bound(self) -> float:
-        """That of `inter`."""
+        """The bound of `inter`: sums inside a node are exact."""
         return self.inter.error_bound
 
     @property
     def start_step(self) -> int:
-        """That of `inter`."""
+        """The first step after the warm-up of `inter`."""
         return self.inter.start_step
 
     def phase(self, step: int) -> int:
-        """Return that of `inter`."""
+        """Return the phase of `inter`."""
         return self.inter.phase(step)
 
     def check_capture(self, step: int, team: TeamShape) -> None:
-        """Ask what averages between the nodes."""
+        """Refuse the steps that the aggregator between the nodes refuses."""
         if _levels(self.inter, team)[0] is None:
             _alone(self.inter, team).check_capture(step, team)
         else:  # also where only other ranks of the node talk across
@@ -200,43 +265,41 @@ class Hierarchical(Aggregator):
 
     @cached_property
     def adam(self) -> Adam | None:
-        """That of `inter`."""
+        """The Adam of `inter`, which a node's gradient passes through."""
         return self.inter.adam
 
     @cached_property
     def residual_paths(self) -> tuple[str, ...]:
-        """Those of `inter`, below its level."""
+        """The paths of `inter`, below the level "inter"."""
         return _paths(self.inter)
 
     def residual_paths_on(self, team: TeamShape) -> tuple[str, ...]:
-        """Return those of what averages there."""
+        """Return the paths of the aggregator in use on `team`."""
         return self.residual_paths if _levels(self.inter, team)[0] is not None else _paths(_alone(self.inter, team))
 
     def with_dense(self, patterns: Sequence[str]) -> Aggregator:
-        """Tell `inter`."""
+        """Return the same with more dense patterns in `inter`."""
         return replace(self, inter=self.inter.with_dense(patterns))
 
     def squared_error(self, layout: Layout, buffer: Tensor) -> float:
-        """Return that of `inter`."""
+        """Return the squared error of `inter`."""
         return self.inter.squared_error(layout, buffer)
 
-    def passes(self, ranks: int) -> dict[tuple[WorkKind, str], Passes]:
-        """Return those of `inter`."""
-        return self.inter.passes(ranks)
+    def kernel_costs(self, ranks: int) -> dict[tuple[WorkKind, str], KernelCost]:
+        """Return the passes of `inter`."""
+        return self.inter.kernel_costs(ranks)
 
     def _form(self, team: TeamShape, nbytes: int, backend: str) -> str:
-        inter = self.inter
-        return self.form or choose_form(
-            backend, nbytes, uniform=team.uniform, lossless=inter.lossless, linear=inter.linear
-        )
+        inter, linear = self.inter, isinstance(self.inter, LinearAggregator)
+        return self.form or choose_form(backend, nbytes, uniform=team.uniform, lossless=inter.lossless, linear=linear)
 
 
 @lru_cache(maxsize=1024)
 def choose_form(backend: str, nbytes: int, *, uniform: bool, lossless: bool = True, linear: bool = False) -> str:
     """Return the form for a buffer of `nbytes`: the rule behind Hierarchical(form=None).
 
-    Gloo, where `inter` sends sums only: "compress_first". Every rank compresses what it has, and leaders add up: to
-    move a gradient between processes takes a machine's processors longer than to compress it. Unequal nodes:
+    Gloo, where `inter` sends sums only: "compress_first". Every rank compresses its own gradient, and leaders add up:
+    to move a gradient between processes takes a machine's processors longer than to compress it. Unequal nodes:
     "leader". Compression between the nodes: "reduce_scatter", so that the ranks of a node share its work and its
     residuals. Gloo: "leader", where one flow fills a slow link as well as several and the ranks of a node share its
     processors anyway. NCCL: "reduce_scatter" from 64 KiB, where every rank drives the NIC with its own shard; "leader"
@@ -250,25 +313,15 @@ def choose_form(backend: str, nbytes: int, *, uniform: bool, lossless: bool = Tr
     return "reduce_scatter" if sharded else "leader"
 
 
-def _compress_first(inter: Aggregator, buffer: Tensor, team: Team, scale: float, context: BufferContext) -> None:
-    """Let every rank compress what it has; the sums of that, which are small, go through the leaders."""
-    assert team.intra is not None
-    if not context.memory.settled:  # what other forms kept is on any rank of the node: the first one sends it
-        mine = context.layout if team.intra.rank == 0 else None
-        reshard(inter, "whole", mine, team.intra, context, buffer.device)
-    across = context.within("inter", context.layout, context.result_dtype)
-    inter.all_reduce(buffer, cast(Team, ByLeaders(team)), scale, across)
-
-
 def _levels(inter: Aggregator, team: TeamShape) -> tuple[Any, Any]:
     """Return the two levels of a team, None and None where there is one; Adam wants exact sums on one node too."""
     if inter.adam is not None and team.node_count == 1 < team.size:
-        return team, _ONE
+        return team, _NO_OTHER_NODE
     return team.intra, team.inter
 
 
 def _alone(inter: Aggregator, team: TeamShape) -> Aggregator:
-    """Return what averages over a team of one level: over nodes of one rank, or over one node."""
+    """Return the aggregator for a team of one level: over nodes of one rank, or over one node."""
     return inter if team.node_count > 1 or inter.adam is not None else Flat()
 
 

@@ -11,12 +11,12 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from commopt.aggregate.base import Aggregator, Buffer, Flat, Step, WorkKind
+from commopt.aggregate.base import Action, Aggregator, Buffer, Flat, WorkKind
 from commopt.aggregate.compressed import Compressed
 from commopt.aggregate.hierarchical import Hierarchical
 from commopt.aggregate.outer import Deltas, Outer
 from commopt.aggregate.powersgd import PowerSGD
-from commopt.compress import Compressor, Passes
+from commopt.compress import Compressor, KernelCost
 from commopt.errors import ConfigurationError
 from commopt.feedback import BufferContext, Feedback
 from commopt.groups import Team, TeamShape, apply_scale
@@ -26,13 +26,14 @@ _log = logging.getLogger("commopt")
 
 @dataclass(frozen=True, repr=False)
 class LocalSGD(Aggregator):
-    """Average gradients inside the node in every step; between nodes, every `period` steps, what each has learned.
+    """Average gradients inside the node in every step; between nodes, every `period` steps, parameters.
 
-    For models of DDP, and of FSDP2 with replicas, one on each node: `commopt.attach(model, LocalSGD(...))` sees to the
+    For models of DDP, and of FSDP2 with replicas, one on each node: `commopt.attach(model, LocalSGD(...))` averages the
     parameters too. Between two rounds nodes hold different ones. On one node gradients are averaged over all ranks in
-    every step. The optimizer is the user's own, and each node's.
+    every step. The optimizer is the user's own; each node has its own state of it.
 
-    With theta what nodes agreed on last, node k of K at theta_k, C the compressor and D its decoding, a round is
+    With theta the parameters agreed on last, theta_k those of node k of K, C the compressor and D its decoding, a
+    round is
 
         a_k = decay e_k + theta - theta_k;  e_k = a_k - D(C(a_k));  theta = outer(theta, mean_k D(C(a_k)))
         theta_k = merge theta + (1 - merge) theta_k
@@ -41,18 +42,17 @@ class LocalSGD(Aggregator):
 
     period: optimizer steps between two rounds.
     start_step: the steps before it average gradients over all ranks.
-    gradients: by what, over all ranks at first and over a node's ranks later. It may keep no residuals, which would
-        have no way to the other nodes.
+    gradients: the aggregator of gradients, over all ranks at first and over a node's ranks later. It may keep no
+        residuals: they would have no way to the other nodes.
     buffers: average floating buffers (BatchNorm's statistics) with the parameters; for DDP(broadcast_buffers=False).
     outer: the optimizer of theta.
-    compressor: how deltas travel between nodes, a PowerSGD for one too; what it leaves out (e_k) travels in the next
-        round. None: as float32.
+    compressor: of the deltas between nodes, or a PowerSGD; the residual e_k travels in the next round. None: deltas
+        travel as float32.
     decay: the share of e_k that is kept, in (0, 1] (SparseLoCo, arXiv 2508.15706, keeps 0.95).
-    fragments: the parameters, in their order, are cut into so many of about as many bytes, between blocks where there
-        are enough; fragment p has its rounds p / fragments of a period after the first (Streaming DiLoCo, arXiv
-        2501.18512).
-    delay: the steps that are made while deltas travel, below `period`. What a node learns in them is not lost: what the
-        round changes is added.
+    fragments: the number of parts of about equal bytes into which the parameters are cut, in their order, and between
+        blocks where there are enough; fragment p has its rounds p / fragments of a period after the first (Streaming
+        DiLoCo, arXiv 2501.18512).
+    delay: the steps that are made while deltas travel, below `period`. Their updates stay: the round's change is added.
     merge: the share of the round's result in a node's parameters, in (0, 1].
     """
 
@@ -110,7 +110,7 @@ class LocalSGD(Aggregator):
             )
 
     def check(self, team: TeamShape) -> None:
-        """Ask `gradients`, for the world and for a node, and what averages parameters."""
+        """Check `gradients`, for the world and for a node, and the aggregator of parameters."""
         self.gradients.check(team)
         if team.intra is not None:
             self.gradients.check(team.intra)
@@ -124,18 +124,18 @@ class LocalSGD(Aggregator):
 
     @cached_property
     def exact(self) -> Aggregator:
-        """What takes exact means of parameters: `gradients` where it does, since rounded weights would stay rounded."""
+        """The aggregator of exact means: `gradients` if it is lossless, since rounded weights would stay rounded."""
         return self.gradients if self.gradients.lossless else Hierarchical()
 
     @cached_property
     def parameters(self) -> Aggregator:
-        """What a round replaces parameters by: their mean, or what comes of deltas, which keeps what was agreed on."""
+        """The aggregator of a round: of parameters themselves, or of deltas, which keeps the agreed parameters."""
         if self.compressor is None:
             return self.exact if self.outer == Outer() else Hierarchical(inter=Deltas(Flat(), self.outer))
-        kept = Feedback(self.decay)
+        feedback = Feedback(self.decay)
         if isinstance(self.compressor, PowerSGD):
-            return Hierarchical(inter=Deltas(replace(self.compressor, feedback=kept), self.outer))
-        return Hierarchical(inter=Deltas(Compressed(self.compressor, kept), self.outer))
+            return Hierarchical(inter=Deltas(replace(self.compressor, feedback=feedback), self.outer))
+        return Hierarchical(inter=Deltas(Compressed(self.compressor, feedback), self.outer))
 
     def due(self, steps: int) -> tuple[int, ...]:
         """Return the fragments a round of which begins when `steps` optimizer steps have been made."""
@@ -160,8 +160,8 @@ class LocalSGD(Aggregator):
         else:
             apply_scale(buffer, scale * team.size)
 
-    def calls(self, buffer: Buffer, team: TeamShape) -> tuple[Step, ...]:
-        """Return those of a buffer of gradients. What parameters cost is in HookState.stats()."""
+    def calls(self, buffer: Buffer, team: TeamShape) -> tuple[Action, ...]:
+        """Return the calls for a buffer of gradients. Those for parameters are in HookState.stats()."""
         reach = team.intra if self._stays_inside(team, buffer.step) else team
         return () if reach is None else self.gradients.calls(buffer, reach)
 
@@ -170,9 +170,9 @@ class LocalSGD(Aggregator):
         earliest = self.gradients.phase(step)
         return earliest if step < self.start_step else max(earliest, self.start_step)
 
-    def passes(self, ranks: int) -> dict[tuple[WorkKind, str], Passes]:
-        """Return those of gradients and of parameters."""
-        return self.gradients.passes(ranks) | self.parameters.passes(ranks)
+    def kernel_costs(self, ranks: int) -> dict[tuple[WorkKind, str], KernelCost]:
+        """Return the passes of gradients and of parameters."""
+        return self.gradients.kernel_costs(ranks) | self.parameters.kernel_costs(ranks)
 
     def check_capture(self, step: int, team: TeamShape) -> None:
         """Refuse where there are several nodes."""
@@ -186,7 +186,7 @@ class LocalSGD(Aggregator):
 
     @property
     def error_bound(self) -> float:
-        """Unlimited: the node's mean tells nothing about the others'."""
+        """No bound: the mean of a node tells nothing about other nodes."""
         return inf
 
     def _stays_inside(self, team: TeamShape, step: int | None) -> bool:

@@ -20,7 +20,7 @@ _COLUMNS_AT_ONCE = 16  # products with odd numbers of columns take several times
 
 
 @dataclass(frozen=True)
-class Rule:
+class RankRule:
     """When a matrix is compressed: its factors have fewer than 1/rate of its elements and no pattern has its name."""
 
     matrix_rank: int
@@ -49,8 +49,14 @@ class Matrix:
 
 
 @dataclass(frozen=True)
-class Group:
-    """Matrices of one shape, stacked: from element `offset` of what is kept, from these rows of all factors."""
+class MatrixGroup:
+    """Matrices of one shape, stacked.
+
+    rows, cols: of each matrix.
+    offset: the element of the stacked matrices, and of their residual, at which they begin.
+    left_row: the row of all left factors at which theirs begin.
+    right_row: the same of right factors.
+    """
 
     matrices: tuple[Matrix, ...]
     rows: int
@@ -64,11 +70,11 @@ class Group:
         """Number of matrices."""
         return len(self.matrices)
 
-    def cut(self, numel: int) -> Iterator[Group]:
+    def cut(self, numel: int) -> Iterator[MatrixGroup]:
         """Iterate over parts of about `numel` elements, each of whole matrices."""
         at_once = max(numel // (self.rows * self.cols), 1)
         for first in range(0, self.count, at_once):
-            yield Group(
+            yield MatrixGroup(
                 self.matrices[first : first + at_once],
                 self.rows,
                 self.cols,
@@ -77,16 +83,16 @@ class Group:
                 self.right_row + first * self.cols,
             )
 
-    def places(self) -> Iterator[tuple[Matrix, int, int]]:
-        """Iterate over the matrices, each with its first element and its end in what is kept."""
+    def ranges(self) -> Iterator[tuple[Matrix, int, int]]:
+        """Iterate over the matrices, each with its first element and its end among all that are stacked."""
         numel = self.rows * self.cols
         for number, matrix in enumerate(self.matrices):
             yield matrix, self.offset + number * numel, self.offset + (number + 1) * numel
 
-    def stack(self, kept: Tensor) -> Tensor:
-        """Return the matrices in `kept`: [count, rows, cols]."""
+    def stack(self, stacked: Tensor) -> Tensor:
+        """Return the matrices of this shape among all that are `stacked` (1-D): [count, rows, cols]."""
         numel = self.count * self.rows * self.cols
-        return kept[self.offset : self.offset + numel].view(self.count, self.rows, self.cols)
+        return stacked[self.offset : self.offset + numel].view(self.count, self.rows, self.cols)
 
     def factors(self, side: Side, factors: Tensor) -> Tensor:
         """Return the group's of all the plan's left or right factors [rows of all, r]: [count, rows or cols, r]."""
@@ -95,11 +101,11 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Plan:
+class MatrixPlan:
     """The matrices of a buffer, grouped by shape, and the spans of everything else."""
 
     layout: Layout
-    groups: tuple[Group, ...]
+    groups: tuple[MatrixGroup, ...]
     dense_spans: Spans
 
     @cached_property
@@ -115,27 +121,27 @@ class Plan:
 
     @cached_property
     def table(self) -> Tensor:
-        """What the kernels for CPUs know of the matrices: int64 [matrices, 6], see csrc/cpu/kernels.hpp."""
+        """The matrices as the kernels for CPUs take them: int64 [matrices, 6], see csrc/cpu/kernels.hpp."""
         rows = []
         for group in self.groups:
-            for n, (matrix, first, _) in enumerate(group.places()):
+            for n, (matrix, first, _) in enumerate(group.ranges()):
                 factors = group.left_row + n * group.rows, group.right_row + n * group.cols
                 rows.append((matrix.begin, first, group.rows, group.cols, *factors))
         return torch.tensor(rows, dtype=torch.int64, device="cpu")
 
     @cached_property
     def height_table(self) -> dict[Side, Tensor]:
-        """The same of `heights`: int64 [matrices]."""
+        """`heights` as tensors: int64 [matrices]."""
         return {side: torch.tensor(each, dtype=torch.int64, device="cpu") for side, each in self.heights.items()}
 
     @cached_property
     def stacked(self) -> Layout:
-        """What lies where once the matrices are stacked."""
+        """The layout of the stacked matrices."""
         return Layout(tuple(matrix.piece for matrix in self.matrices))
 
     @cached_property
     def everything(self) -> Layout:
-        """What lies where when the dense elements follow the stacked matrices."""
+        """The layout of the stacked matrices, with the dense elements behind them."""
         return Layout(self.stacked.pieces + self.dense.pieces)
 
     @cached_property
@@ -145,10 +151,10 @@ class Plan:
 
     @cached_property
     def dense(self) -> Layout:
-        """What lies in the dense spans."""
+        """The layout of the dense spans."""
         return self.layout.select(self.dense_spans)
 
-    def parts(self, numel: int) -> Iterator[Group]:
+    def parts(self, numel: int) -> Iterator[MatrixGroup]:
         """Iterate over the groups in parts of about `numel` elements."""
         for group in self.groups:
             yield from group.cut(numel)
@@ -171,11 +177,11 @@ class Plan:
 
 
 @lru_cache(maxsize=1024)
-def plan(layout: Layout, rule: Rule) -> Plan:
+def matrix_plan(layout: Layout, rule: RankRule) -> MatrixPlan:
     """Find the matrices in a buffer: whole rows of parameters with two dimensions or more, where `rule` says so.
 
-    A parameter's columns are those of the split of its shape that has the fewest rows and columns together. What is
-    left of a row that a buffer holds in part, like everything else, travels dense.
+    A parameter's columns are those of the split of its shape that has the fewest rows and columns together. Everything
+    else travels dense, also a row of which the buffer holds a part.
     """
     by_shape: dict[tuple[int, int], list[Matrix]] = defaultdict(list)
     for offset, piece in zip(layout.offsets, layout.pieces, strict=True):
@@ -185,22 +191,22 @@ def plan(layout: Layout, rule: Rule) -> Plan:
     groups = []
     numel = left_row = right_row = 0
     for (rows, cols), matrices in sorted(by_shape.items()):
-        groups.append(Group(tuple(matrices), rows, cols, numel, left_row, right_row))
+        groups.append(MatrixGroup(tuple(matrices), rows, cols, numel, left_row, right_row))
         numel += len(matrices) * rows * cols
         left_row += len(matrices) * rows
         right_row += len(matrices) * cols
     taken = sorted((matrix.begin, matrix.end) for group in groups for matrix in group.matrices)
-    return Plan(layout, tuple(groups), tuple(gaps(taken, layout.numel)))
+    return MatrixPlan(layout, tuple(groups), tuple(gaps(taken, layout.numel)))
 
 
 @lru_cache(maxsize=1024)
-def divide(layout: Layout, rule: Rule, parts: int) -> tuple[Spans, ...]:
+def divide(layout: Layout, rule: RankRule, parts: int) -> tuple[Spans, ...]:
     """Spread a buffer over `parts` ranks: whole matrices, the largest first, each to the rank that has the least.
 
     A matrix larger than an equal share is cut by rows, as far as `rule` still compresses the blocks. Dense elements
     fill up, cut anywhere. The same everywhere.
     """
-    whole = plan(layout, rule)
+    whole = matrix_plan(layout, rule)
     share = ceil(layout.numel / parts)
     blocks = sorted(
         (block for matrix in whole.matrices for block in _row_blocks(matrix, rule, share)),
@@ -246,7 +252,7 @@ def _matrix(piece: Piece, offset: int) -> Matrix | None:
     return Matrix(rows, offset + first * cols - piece.begin, last - first, cols)
 
 
-def _row_blocks(matrix: Matrix, rule: Rule, share: int) -> Iterator[tuple[int, int]]:
+def _row_blocks(matrix: Matrix, rule: RankRule, share: int) -> Iterator[tuple[int, int]]:
     """Cut a matrix by rows into equal blocks of about `share` elements or less, or into larger ones."""
     count = ceil((matrix.end - matrix.begin) / share)
     while count > 1 and not rule.compresses(matrix.piece.name, matrix.rows // count, matrix.cols):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What nodes learn by themselves, taken across as differences to what they agreed on last; an optimizer behind it."""
+"""The parameters that nodes learn by themselves, sent as differences to the last agreed ones; an outer optimizer."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from math import inf, isfinite
 import torch
 from torch import Tensor
 
-from commopt.aggregate.base import Aggregator, Buffer, Step, WorkKind
-from commopt.compress import Passes
+from commopt.aggregate.base import Action, Aggregator, Buffer, WorkKind
+from commopt.compress import KernelCost
 from commopt.concise_repr import ConciseRepr
 from commopt.errors import ConfigurationError
 from commopt.feedback import ANCHOR, MOMENTUM_BUFFER, BufferContext, Layout, Spans
@@ -20,11 +20,11 @@ from commopt.groups import Team, TeamShape
 
 @dataclass(frozen=True, repr=False)
 class Outer(ConciseRepr):
-    """What is done with D, the mean of the nodes' deltas: that of torch.optim.SGD with D for the gradient.
+    """The outer optimizer: torch.optim.SGD, with D, the mean of the nodes' deltas, for the gradient.
 
         m = momentum m + D;  theta = theta - lr m, or with nesterov theta - lr (D + momentum m)
 
-    With D of the parameters as they are, lr=1 and no momentum this is their mean. Raises ConfigurationError.
+    With lr=1, no momentum and exact deltas the result is the mean of the parameters. Raises ConfigurationError.
     """
 
     lr: float = 1.0
@@ -53,13 +53,14 @@ class Outer(ConciseRepr):
 
 @dataclass(frozen=True, repr=False)
 class Deltas(Aggregator):
-    """Between nodes: replaces parameters by those that all agree on, by the mean of how far each node has come.
+    """Between nodes: replaces parameters by those that all agree on, by the mean of the nodes' deltas.
 
-    Keeps what was agreed on last, and the outer momentum, in float32 where residuals are kept: once per node, shared
-    out among its ranks. The step is the number of the round, and 0 takes no average: then the buffer's sum over a node
-    is what all nodes have, and is kept as that.
+    Keeps the parameters agreed on last, and the outer momentum, in float32 where residuals are kept: once per node,
+    shared out among its ranks. The step is the number of the round. Round 0 takes no average: the buffer's sum over a
+    node is then the same on all nodes, and is kept as agreed.
 
-    inner: averages the deltas. outer: what is done with their mean.
+    inner: averages the deltas.
+    outer: the optimizer that takes their mean.
     """
 
     inner: Aggregator
@@ -78,40 +79,40 @@ class Deltas(Aggregator):
         self.outer.step(anchor, buffer, agreed, *moments)
         buffer.copy_(agreed)
 
-    def calls(self, buffer: Buffer, team: TeamShape) -> tuple[Step, ...]:
-        """Return those of `inner`: none in round 0."""
+    def calls(self, buffer: Buffer, team: TeamShape) -> tuple[Action, ...]:
+        """Return the calls of `inner`: none in round 0."""
         return () if buffer.step == 0 else self.inner.calls(buffer, team)
 
     @property
     def residual_paths(self) -> tuple[str, ...]:
-        """Those of `inner`, and what was agreed on."""
-        kept = (ANCHOR, MOMENTUM_BUFFER) if self.outer.momentum else (ANCHOR,)
-        return (*self.inner.residual_paths, *kept)
+        """The paths of `inner`, and those of the agreed parameters and the momentum."""
+        averages = (ANCHOR, MOMENTUM_BUFFER) if self.outer.momentum else (ANCHOR,)
+        return (*self.inner.residual_paths, *averages)
 
     @property
     def start_step(self) -> int:
-        """That of `inner`."""
+        """The first step after the warm-up of `inner`."""
         return self.inner.start_step
 
     def phase(self, step: int) -> int:
-        """Return that of `inner`, and 0 by itself."""
+        """Return the phase of `inner`; round 0 is one by itself."""
         return min(step, max(self.inner.phase(step), 1))
 
     def check(self, team: TeamShape) -> None:
-        """Ask `inner`."""
+        """Refuse the teams that `inner` refuses."""
         self.inner.check(team)
 
     def divide(self, layout: Layout, dtype: torch.dtype, parts: int) -> tuple[Spans, ...] | None:
-        """Return what `inner` wants."""
+        """Return the division of `inner`."""
         return self.inner.divide(layout, dtype, parts)
 
     def with_dense(self, patterns: Sequence[str]) -> Deltas:
-        """Tell `inner`."""
+        """Return the same with more dense patterns in `inner`."""
         return replace(self, inner=self.inner.with_dense(patterns))
 
-    def passes(self, ranks: int) -> dict[tuple[WorkKind, str], Passes]:
-        """Return those of `inner`."""
-        return self.inner.passes(ranks)
+    def kernel_costs(self, ranks: int) -> dict[tuple[WorkKind, str], KernelCost]:
+        """Return the passes of `inner`."""
+        return self.inner.kernel_costs(ranks)
 
 
 def _is_number(value: object) -> bool:

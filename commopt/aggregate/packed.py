@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows whose bfloat16 numbers travel in 0.713 of their bytes: what arrives is bit for bit what was sent.
+"""Rows whose bfloat16 numbers travel in 0.713 of their bytes, and arrive bit for bit.
 
-How long a message is has to follow from its number of elements alone: all ranks must agree on it without asking, and
-what `calls` says must be what is sent. No lossless code does so for every content. So a row begins with 16 bytes, of
-which the first four say how many of this rank's do not fit into one of its parts. Every rank receives a row of every
-other, in an all_gather as in an all_to_all, so all of them know alike what is the most; then all send as many in a
-second message. Gradients mostly need none, see kernels.packing. Both messages together are never longer than plain
-rows of whole blocks, but for their heads.
+The length of a message has to follow from its number of elements alone: all ranks must agree on it without asking, and
+`calls` must describe it. No lossless code does so for every content. So a row begins with a head of 16 bytes, of which
+the first four say how many bytes of this rank do not fit: the most of any region. Every rank receives a row of every
+other, in an all_gather as in an all_to_all, so all of them know the most of any rank; then all send as many in a second
+message. Gradients mostly need none, see kernels.packing. Both messages together are never longer than plain rows of
+whole blocks, but for their heads.
 """
 
 from __future__ import annotations
@@ -33,33 +33,40 @@ _log = logging.getLogger("commopt")
 
 
 @dataclass(frozen=True)
-class _Part:
-    """The columns of a region in plain rows, in packed ones, and in all that may be beyond these.
+class _Columns:
+    """The columns of a region.
 
-    As many and none where it does not shrink.
+    plain: in plain rows.
+    packed: in packed rows; as many where the region does not shrink.
+    overflow: among the bytes that may not fit into packed rows; none where the region does not shrink.
     """
 
     plain: slice
     packed: slice
-    beyond: slice
+    overflow: slice
 
     @property
     def shrinks(self) -> bool:
-        return bool(self.beyond.start < self.beyond.stop)
+        return bool(self.overflow.start < self.overflow.stop)
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How rows of these regions are packed. numel: of packed elements in a row; 0 where rows travel as they are."""
+    """How rows are packed.
 
-    parts: tuple[_Part, ...]
+    regions: the columns of each region; none where rows travel as they are.
+    nbytes: of a row.
+    numel: of packed elements in a row.
+    """
+
+    regions: tuple[_Columns, ...]
     nbytes: int
     numel: int
 
     @classmethod
     def of(cls, regions: Iterable[Region]) -> Packing:
-        """Pack what is bfloat16, where that is shorter."""
-        parts, offset, numel, beyond = [], _HEAD_NBYTES, 0, 0
+        """Pack the regions that are bfloat16, where that is shorter."""
+        columns, offset, numel, overflow = [], _HEAD_NBYTES, 0, 0
         for region in regions:
             nbytes, encoder, spare = region.nbytes, region.compressor, 0
             if isinstance(encoder, Plain) and encoder.wire_dtype == torch.bfloat16:
@@ -67,11 +74,11 @@ class Packing:
             if nbytes < region.nbytes:
                 spare, numel = spare_nbytes(region.chunk_numel), numel + region.chunk_numel
             plain = slice(region.offset, region.offset + region.nbytes)
-            parts.append(_Part(plain, slice(offset, offset + nbytes), slice(beyond, beyond + spare)))
-            offset, beyond = offset + nbytes, beyond + spare
-        if offset >= parts[-1].plain.stop:
-            return cls((), parts[-1].plain.stop, 0)
-        return cls(tuple(parts), offset, numel)
+            columns.append(_Columns(plain, slice(offset, offset + nbytes), slice(overflow, overflow + spare)))
+            offset, overflow = offset + nbytes, overflow + spare
+        if offset >= columns[-1].plain.stop:
+            return cls((), columns[-1].plain.stop, 0)
+        return cls(tuple(columns), offset, numel)
 
     def exchange(
         self, collective: Callable[[Tensor, Tensor], None], received: Tensor, sent: Tensor, rank: int, scratch: Scratch
@@ -84,46 +91,46 @@ class Packing:
         device = sent.device
         packed = scratch.take("packed", (len(sent), self.nbytes), torch.uint8, device)
         arrived = scratch.take("packed received", (len(received), self.nbytes), torch.uint8, device)
-        beyond = scratch.take("beyond", (len(sent), self.parts[-1].beyond.stop), torch.uint8, device)
-        head = torch.tensor([self._pack(sent, packed, beyond), 0, 0, 0], dtype=torch.int32, device=device)
+        overflow = scratch.take("overflow", (len(sent), self.regions[-1].overflow.stop), torch.uint8, device)
+        head = torch.tensor([self._pack(sent, packed, overflow), 0, 0, 0], dtype=torch.int32, device=device)
         packed[:, :_HEAD_NBYTES] = head.view(torch.uint8)
         collective(arrived.view(-1), packed.view(-1))
         most = int(arrived[:, :4].contiguous().view(torch.int32).max())
-        rest = torch.cat([beyond[:, part.beyond][:, :most] for part in self.parts], 1)
-        rest_received = scratch.take("beyond received", (len(received), rest.shape[1]), torch.uint8, device)
+        rest = torch.cat([overflow[:, columns.overflow][:, :most] for columns in self.regions], 1)
+        rest_received = scratch.take("overflow received", (len(received), rest.shape[1]), torch.uint8, device)
         if most:
             collective(rest_received.view(-1), rest.view(-1))
         if packed.shape[1] + rest.shape[1] >= sent.shape[1]:
-            _tell()
+            _warn_once()
         if len(sent) > 1:
             received[rank] = sent[rank]
         for others in (slice(0, rank), slice(rank + 1, len(received))):
             self._unpack(arrived[others], rest_received[others], most, received[others])
 
-    def _pack(self, rows: Tensor, packed: Tensor, beyond: Tensor) -> int:
-        """Return the most bytes that do not fit into a part."""
+    def _pack(self, rows: Tensor, packed: Tensor, overflow: Tensor) -> int:
+        """Return the most bytes of a region that do not fit."""
         most = 0
-        for part in self.parts:
-            if not part.shrinks:
-                packed[:, part.packed] = rows[:, part.plain]
+        for columns in self.regions:
+            if not columns.shrinks:
+                packed[:, columns.packed] = rows[:, columns.plain]
                 continue
-            targets = packed[:, part.packed], beyond[:, part.beyond]
-            for source, target, rest in zip(rows[:, part.plain], *targets, strict=True):
+            targets = packed[:, columns.packed], overflow[:, columns.overflow]
+            for source, target, rest in zip(rows[:, columns.plain], *targets, strict=True):
                 most = max(most, pack(source.view(torch.bfloat16), target, rest))
         return most
 
-    def _unpack(self, packed: Tensor, beyond: Tensor, most: int, rows: Tensor) -> None:
-        widths = [min(most, part.beyond.stop - part.beyond.start) for part in self.parts]
-        for part, rests in zip(self.parts, beyond.split(widths, 1), strict=True):
-            if not part.shrinks:
-                rows[:, part.plain] = packed[:, part.packed]
+    def _unpack(self, packed: Tensor, overflow: Tensor, most: int, rows: Tensor) -> None:
+        widths = [min(most, columns.overflow.stop - columns.overflow.start) for columns in self.regions]
+        for columns, rests in zip(self.regions, overflow.split(widths, 1), strict=True):
+            if not columns.shrinks:
+                rows[:, columns.plain] = packed[:, columns.packed]
                 continue
-            for source, rest, target in zip(packed[:, part.packed], rests, rows[:, part.plain], strict=True):
+            for source, rest, target in zip(packed[:, columns.packed], rests, rows[:, columns.plain], strict=True):
                 unpack(source, rest, target.view(torch.bfloat16))
 
 
 @cache
-def _tell() -> None:
+def _warn_once() -> None:
     _log.warning(
         "a message took as many bytes as its numbers have: they are of too many magnitudes; where that happens in most "
         "steps, leave out packed=True (hierarchical_bf16: lossless=True)"

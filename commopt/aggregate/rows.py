@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a buffer becomes rows of payload: one row per chunk, in which compressed and dense elements travel together."""
+"""How a buffer becomes rows of payload: one row per chunk, in which compressed and dense elements travel together.
+
+`RowFormat` is the one format of a row: for the chunks of a bucket, for a shard of FSDP2 and for a message of the
+parameter server.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from glob import escape
 from math import ceil
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
-from commopt.aggregate.base import Step, call, work
+from commopt.aggregate.base import Action, WorkKind, call, work
 from commopt.compress import Cast, Compressor, Exact
 from commopt.feedback import Layout, Piece, Scratch, Spans, joined_spans, matches
 from commopt.groups import Team, TeamShape
@@ -26,7 +31,12 @@ Primitive = Literal["all_gather", "all_to_all"]
 class Region:
     """The elements of a buffer that one compressor encodes, cut into chunks of `chunk_numel`, the last ones shorter.
 
-    In a row they take `nbytes` bytes from `offset` on. `dense`: they are not compressed, just rounded as the buffer is.
+    compressor: encodes each chunk to its part of a row.
+    spans: where the elements are in the buffer.
+    layout: the pieces they belong to.
+    offset: the byte of a row at which the part begins.
+    nbytes: the length of the part.
+    dense: the elements are not compressed, only rounded to the dtype of the result.
     """
 
     compressor: Compressor
@@ -46,16 +56,16 @@ class Region:
         """Return the region's columns of `rows`."""
         return rows[:, self.offset : self.offset + self.nbytes]
 
-    def chunk(self, place: int) -> tuple[int, int]:
-        """Return where chunk `place` begins and ends in the region."""
-        return min(place * self.chunk_numel, self.numel), min((place + 1) * self.chunk_numel, self.numel)
+    def chunk(self, number: int) -> tuple[int, int]:
+        """Return where chunk `number` begins and ends in the region."""
+        return min(number * self.chunk_numel, self.numel), min((number + 1) * self.chunk_numel, self.numel)
 
-    def read(self, buffer: Tensor, scratch: Scratch) -> Tensor:
-        """Return the region's elements of `buffer` in one piece: itself where that will do."""
+    def read(self, buffer: Tensor, scratch: Scratch, tag: str = "region") -> Tensor:
+        """Return the region's elements of `buffer` in one piece: a view where they are, else the memory of `tag`."""
         if len(self.spans) == 1:
             begin, end = self.spans[0]
             return buffer[begin:end]
-        joined = scratch.take(f"region at {self.offset}", self.numel, buffer.dtype, buffer.device)
+        joined = scratch.take(f"{tag} at {self.offset}", self.numel, buffer.dtype, buffer.device)
         return torch.cat([buffer[begin:end] for begin, end in self.spans], out=joined)
 
     def target(self, buffer: Tensor, dtype: torch.dtype, numel: int, scratch: Scratch) -> Tensor:
@@ -97,7 +107,7 @@ class RowFormat:
         from commopt.aggregate.packed import Packing  # few need it
 
         packing = Packing.of(self.regions)
-        return packing if packing.parts else None
+        return packing if packing.regions else None
 
     def take(self, count: int, tag: str, scratch: Scratch, device: torch.device) -> Tensor:
         """Return memory for `count` rows."""
@@ -111,13 +121,25 @@ class RowFormat:
         else:
             self.packing.exchange(collective, received, sent, team.rank, scratch)
 
-    def travels(self, primitive: Primitive, team: TeamShape, rows: int) -> tuple[Step, ...]:
-        """Return what `travel` takes to send `rows` rows, without what does not fit into a packed one."""
+    def travels(self, primitive: Primitive, team: TeamShape, rows: int) -> tuple[Action, ...]:
+        """Return the actions of `travel` for `rows` sent rows, without the values that do not fit into a packed one."""
         if self.packing is None:
             return call(team, primitive, self.nbytes * rows)
         numel = self.packing.numel
         packed, unpacked = work("pack", "", numel * rows), work("unpack", "", numel * (team.size - 1))
         return packed, *call(team, primitive, self.packing.nbytes * rows), unpacked
+
+    def decode(self, row: Tensor, buffer: Tensor, scratch: Scratch, base: Tensor | None = None) -> None:
+        """Put the values of a row of one chunk (uint8 [1, nbytes]) into `buffer`, by way of float32.
+
+        base: the values that are added to compressed regions, which are differences; None for none.
+        """
+        for region in self.regions:
+            values = scratch.take("decoded", region.numel, torch.float32, buffer.device)
+            region.compressor.decompress(region.payload(row), values, region.chunk_numel)
+            if base is not None and not region.dense:
+                values += region.read(base, scratch)
+            region.write(buffer, values)
 
 
 @lru_cache(maxsize=1024)
@@ -129,36 +151,165 @@ def row_format(
     dtype: torch.dtype,
     packed: bool = False,
 ) -> RowFormat:
-    """Cut a buffer, whose values end as `dtype`, into `chunks` rows; what travels dense does so in float32 or less."""
+    """Cut a buffer, whose values end as `dtype`, into `chunks` rows; dense elements travel as float32 or less."""
     plain = Cast(dtype) if dtype.itemsize < torch.float32.itemsize else Exact()
     regions: list[Region] = []
     offset = 0
     for encoder, spans in zip((compressor, plain), split(layout, compressor, dtype, dense), strict=True):
         if spans:
-            part = layout.select(spans)
-            chunk_numel = ceil(part.numel / (chunks * encoder.granularity)) * encoder.granularity
+            selected = layout.select(spans)
+            chunk_numel = ceil(selected.numel / (chunks * encoder.granularity)) * encoder.granularity
             nbytes = encoder.payload_nbytes(chunk_numel)
-            regions.append(Region(encoder, spans, part, chunk_numel, offset, nbytes, encoder is plain))
+            regions.append(Region(encoder, spans, selected, chunk_numel, offset, nbytes, encoder is plain))
             offset += nbytes
     return RowFormat(tuple(regions), offset, dtype, packed)
 
 
 @lru_cache(maxsize=1024)
 def split(layout: Layout, compressor: Compressor, dtype: torch.dtype, dense: tuple[str, ...]) -> tuple[Spans, Spans]:
-    """Return the spans of a buffer to compress and those to send as they are; neighbours are joined.
+    """Return the spans of a buffer to compress, and the spans to send dense; neighbours are joined.
 
     A piece travels dense when its name matches a pattern of `dense` (as in a shell: "*.bias"), when its payload would
     not be smaller than its `dtype` values, or when the compressor does not want parameters of its shape.
     """
     compressed: list[tuple[int, int]] = []
-    kept: list[tuple[int, int]] = []
+    uncompressed: list[tuple[int, int]] = []
     for offset, piece in zip(layout.offsets, layout.pieces, strict=True):
         worth_it = compressor.should_compress(piece.shape) and _shrinks(piece, compressor, dtype)
-        spans = compressed if worth_it and not matches(piece.name, dense) else kept
+        spans = compressed if worth_it and not matches(piece.name, dense) else uncompressed
         spans.append((offset, offset + piece.numel))
-    return joined_spans(compressed), joined_spans(kept)
+    return joined_spans(compressed), joined_spans(uncompressed)
 
 
 def _shrinks(piece: Piece, compressor: Compressor, dtype: torch.dtype) -> bool:
     granularity = compressor.granularity
     return compressor.payload_nbytes(ceil(piece.numel / granularity) * granularity) < piece.numel * dtype.itemsize
+
+
+# ------------------------------------------------------------------------------------------- rows of shards
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The pieces that one rank owns of a buffer of FSDP2, with padding behind some of them.
+
+    layout: the pieces.
+    offsets: where each piece begins among the `numel` elements.
+    parameters: the name of each piece's parameter, which patterns of names are about.
+    """
+
+    layout: Layout
+    offsets: tuple[int, ...]
+    parameters: tuple[str, ...]
+    numel: int
+
+    def __hash__(self) -> int:  # that of the layout is computed once
+        return hash((self.layout, self.numel))
+
+    @cached_property
+    def spans(self) -> Spans:
+        """Where the elements are that are no padding."""
+        return self.spans_of(self.layout)
+
+    def spans_of(self, selected: Layout) -> Spans:
+        """Return where pieces of this shard are; neighbours are joined."""
+        offsets = {piece.name: offset for piece, offset in zip(self.layout.pieces, self.offsets, strict=True)}
+        return joined_spans((offsets[piece.name], offsets[piece.name] + piece.numel) for piece in selected.pieces)
+
+    def row_format(self, compressor: Compressor, dense: tuple[str, ...], dtype: torch.dtype) -> RowFormat:
+        """Return the format of a row that holds the whole shard, as one chunk."""
+        row = row_format(self.layout, 1, compressor, dense, dtype)
+        return replace(row, regions=tuple(replace(each, spans=self.spans_of(each.layout)) for each in row.regions))
+
+
+@dataclass(frozen=True)
+class ShardedBuffer:
+    """A buffer of whose sum each rank of a team keeps its shard, as data.
+
+    shards: by rank; with their padding all are equally long.
+    dtype: of the values.
+    step: None for the step after all warm-up.
+    """
+
+    shards: tuple[Shard, ...]
+    dtype: torch.dtype
+    step: int | None = None
+
+    @property
+    def numel(self) -> int:
+        """Number of elements, with padding."""
+        return len(self.shards) * self.shards[0].numel
+
+    def across(self, intra: TeamShape) -> ShardedBuffer:
+        """Return the part of the ranks at this rank's place on every node. intra: the ranks of its node."""
+        return replace(self, shards=self.shards[intra.rank :: intra.size])
+
+
+@dataclass(frozen=True)
+class RowRegions:
+    """The regions of several rows that one compressor encodes; they share one residual, row after row.
+
+    by_row: the number of each row that has such a region, the region, and its elements of the residual.
+    """
+
+    compressor: Compressor
+    dense: bool
+    by_row: tuple[tuple[int, Region, slice], ...]
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The pieces of all regions, in the order of the residual."""
+        return Layout(tuple(piece for _, region, _ in self.by_row for piece in region.layout.pieces))
+
+
+@dataclass(frozen=True)
+class ShardRows:
+    """One row of payload for each of several shards; all rows are as long as the longest.
+
+    formats: of the row of each shard.
+    regions: the compressed regions of all rows, then the dense ones, where there are any.
+    """
+
+    formats: tuple[RowFormat, ...]
+    regions: tuple[RowRegions, ...]
+
+    @cached_property
+    def nbytes(self) -> int:
+        """The length of a row."""
+        return max(each.nbytes for each in self.formats)
+
+    def take(self, count: int, tag: str, scratch: Scratch, device: torch.device) -> Tensor:
+        """Return memory for `count` rows."""
+        return scratch.take(tag, (count, self.nbytes), torch.uint8, device)
+
+    def work(self, kind: WorkKind) -> tuple[Action, ...]:
+        """Return the work of encoding or decoding all rows."""
+        return tuple(work(kind, each.compressor, each.layout.numel) for each in self.regions)
+
+
+@lru_cache(maxsize=1024)
+def shard_rows(
+    shards: tuple[Shard, ...], compressor: Compressor, dense: tuple[str, ...], dtype: torch.dtype
+) -> ShardRows:
+    """Return the rows of `shards`, whose values end as `dtype`.
+
+    dense: patterns of the names of parameters that travel uncompressed, beside those that would not shrink.
+    """
+    named = (
+        (piece.name, name)
+        for shard in shards
+        for piece, name in zip(shard.layout.pieces, shard.parameters, strict=True)
+    )
+    dense += tuple(escape(called) for called, name in named if called != name and matches(name, dense))
+    formats = tuple(shard.row_format(compressor, dense, dtype) for shard in shards)
+    found = []
+    for is_dense in (False, True):
+        by_row, done = [], 0
+        for row, each in enumerate(formats):
+            for region in each.regions:
+                if region.dense == is_dense:
+                    by_row.append((row, region, slice(done, done + region.numel)))
+                    done += region.numel
+        if by_row:
+            found.append(RowRegions(by_row[0][1].compressor, is_dense, tuple(by_row)))
+    return ShardRows(formats, tuple(found))

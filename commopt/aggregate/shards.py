@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a buffer is divided over the ranks of a node, so that each takes its part across; residuals follow their part."""
+"""How a buffer is divided into a shard for each rank of a node, which takes it across; residuals follow their shard."""
 
 from __future__ import annotations
 
@@ -18,13 +18,20 @@ from commopt.groups import Team
 
 @dataclass(frozen=True)
 class Division:
-    """What each rank is given: spans of the buffer, padded to `shard_numel` elements. `name` tells divisions apart."""
+    """The shards of a buffer, one for each rank of a node.
+
+    name: tells divisions apart.
+    segments: the spans of the buffer in each shard.
+    layouts: the pieces in each shard.
+    shard_numel: the elements of a shard, with padding.
+    in_place: whether the buffer itself is its shards, one after the other.
+    """
 
     name: str
     segments: tuple[Spans, ...]
     layouts: tuple[Layout, ...]
     shard_numel: int
-    in_place: bool  # the buffer itself is its shards, one after the other
+    in_place: bool
 
     @property
     def whole_numel(self) -> int:
@@ -74,26 +81,28 @@ def reshard(
     context: BufferContext,
     device: torch.device,
 ) -> None:
-    """Move residuals between nodes inside the node, when a buffer is new, or divided anew: to who takes them across.
+    """Move the residuals of the level between nodes to the rank of the node that sends their elements.
 
-    mine: what this rank takes. Each rank adds what it holds of the buffer's parameters to zeros, so that adding up
-    moves it exactly. Of an average that several hold, each of a whole one, as after a load, the mean is taken.
-    Where every rank kept "whole" buffers of its own and goes on so, nothing moves.
+    When a buffer is new, or divided anew. Each rank adds its residuals of the buffer's parameters to zeros, so that
+    adding up moves them exactly. Where several ranks hold an average of the same elements, as after a load, the mean is
+    taken. Where every rank had "whole" buffers of its own and still has, nothing moves.
+
+    mine: the pieces that this rank sends, None for none.
     """
     store, path = context.store, context.within("inter", context.layout).path
     if store is None:
         return
-    before = {how for other, how in store.placed.get(path, {}).items() if other.shares_names(context.layout)}
-    if not store.place(path, context.layout, division_name) or before == {division_name} == {"whole"}:
+    before = {how for other, how in store.divisions.get(path, {}).items() if other.shares_names(context.layout)}
+    if not store.divides_anew(path, context.layout, division_name) or before == {division_name} == {"whole"}:
         return
     paths = [f"{path}.{part}".rstrip(".") for part in inter.residual_paths]
-    kept = frozenset() if mine is None else mine.names
+    factors_of = frozenset() if mine is None else mine.names
     if division_name == "whole":  # where all ranks of the node need the same
-        kept = frozenset() if before else context.layout.names
-    store.factors.forget(path, context.layout.names - kept)
+        factors_of = frozenset() if before else context.layout.names
+    store.factors.forget(path, context.layout.names - factors_of)
     for each in paths:
-        store.dissolve(each, context.layout)
-    collected = [store.collect(each, context.layout, device) for each in paths]
+        store.release(each, context.layout)
+    collected = [store.pop(each, context.layout, device) for each in paths]
     averages = [number for number, each in enumerate(paths) if is_average(each)]
     collected += [(collected[number] != 0).float() for number in averages]
     moving = torch.cat(collected)
@@ -108,4 +117,4 @@ def reshard(
         spans = context.layout.spans_of(mine)
         for each, whole in zip(paths, parted, strict=False):  # behind them, how many held the averages
             parts = [whole[first:last] for first, last in spans]
-            store.deposit(each, mine, torch.cat(parts) if parts else whole[:0])
+            store.add(each, mine, torch.cat(parts) if parts else whole[:0])

@@ -3,6 +3,7 @@
 
 registration  the memory of one hook or model, from its first buffer to its last
 comm_state    the object that users hold: figures, checkpoints, reports
+options       the options of attach: defaults, checks, which models take them
 reduction     the lane's task for one buffer
 checkpoint    saving and loading a registration, in the same world and in another
 local_sgd     averages of parameters between steps

@@ -141,7 +141,7 @@ def load(read: Callable[[], object], registration: Registration) -> None:
             "load_state_dict needs to know the aggregator; use commopt.attach, or HookState(aggregator)"
         )
     membership = registration.everyone
-    store = ResidualStore(per_step=registration.store.per_step)
+    store = ResidualStore(per_step=registration.store.transaction.per_step)
     loaded, facts, problem = None, dict[str, str](), ""
     try:
         loaded, facts = _fill(store, read(), registration)
@@ -222,7 +222,7 @@ def _fill(store: ResidualStore, saved: object, registration: Registration) -> tu
         "residuals": source,
         "parameters": _digest(sorted(numels.items())),
         "buckets": _digest([pieces_of(layout) for layout in buffers]),
-        "divisions": _digest(sorted(f"{path} {known}" for path, known in store.placed.items())),
+        "divisions": _digest(sorted(f"{path} {known}" for path, known in store.divisions.items())),
         "plan": _digest(alike),
     }
     return (first["steps"], buffers, numels, extras), facts

@@ -37,7 +37,7 @@ class _Flight:
     agreement: that all ranks have come to this round; None for values from a checkpoint.
     """
 
-    parcel: Parcel
+    parcel: ParameterBucket
     values: Tensor
     adds: bool
     agreement: Agreement | None = None
@@ -190,7 +190,7 @@ class ParameterAverages:
             self._land(fragment)
         flights = [
             self._send(client, parcel, self._average.exact, 0, agreement, adds=False)
-            for parcel in parcels_of({**self._read(), **self._buffers()}, self._pieces)
+            for parcel in parameter_buckets({**self._read(), **self._buffers()}, self._pieces)
         ]
         self._before_write()
         for flight in flights:
@@ -244,7 +244,7 @@ class ParameterAverages:
         average, alone, by = self._average, client.team.intra, self._average.parameters
         flights = []
         for fragment in range(average.fragments):
-            for parcel in parcels_of(self._tensors(fragment), self._pieces):
+            for parcel in parameter_buckets(self._tensors(fragment), self._pieces):
                 values = parcel.values(copy=True)
                 if alone is not None and alone.rank > 0:  # the sum over a node is to be what one rank holds, exactly
                     values.zero_()
@@ -257,7 +257,7 @@ class ParameterAverages:
     def _send(
         self,
         client: LaneClient,
-        parcel: Parcel,
+        parcel: ParameterBucket,
         by: Aggregator,
         number: int,
         agreement: Agreement,
@@ -297,14 +297,14 @@ class ParameterAverages:
                 flight.parcel.put(values)
         self.times += bool(flights)
 
-    def _parcels(self, fragment: int) -> list[tuple[Parcel, Aggregator]]:
+    def _parcels(self, fragment: int) -> list[tuple[ParameterBucket, Aggregator]]:
         """Return what travels in a round, and by what: buffers with the last fragment, always exactly."""
         average, tensors, pieces = self._average, self._tensors(fragment), self._pieces
         buffers = self._buffers() if fragment == average.fragments - 1 else {}
         if average.parameters is average.exact:
-            return [(parcel, average.exact) for parcel in parcels_of({**tensors, **buffers}, pieces)]
-        own = [(parcel, average.parameters) for parcel in parcels_of(tensors, pieces)]
-        return [*own, *((parcel, average.exact) for parcel in parcels_of(buffers, pieces))]
+            return [(parcel, average.exact) for parcel in parameter_buckets({**tensors, **buffers}, pieces)]
+        own = [(parcel, average.parameters) for parcel in parameter_buckets(tensors, pieces)]
+        return [*own, *((parcel, average.exact) for parcel in parameter_buckets(buffers, pieces))]
 
     def _tensors(self, fragment: int) -> Named:
         everything = self._read()

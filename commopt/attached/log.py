@@ -24,7 +24,7 @@ from commopt.timeline import Report, Timeline, gather
 _log = logging.getLogger("commopt")
 
 _LATEST_STEPS = 8  # enough for medians, and a message of some kilobytes
-# By name, what of StepTimes and of `stats`; CommState.log_to says what they are.
+# By name, what of StepBreakdown and of `stats`; CommState.log_to says what they are.
 _TIMES = {
     **{f"{name}_ms": f"{name}_us" for name in ("step", "compute", "exposed", "hidden")},
     "waiting_ms": "exposed_waiting_us",

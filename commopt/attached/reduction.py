@@ -224,7 +224,7 @@ def sampled(store: ResidualStore, layout: Layout, device: torch.device) -> Tenso
     """Return the residuals of the elements that a Shadow samples, over all levels; float32, unscaled."""
     stride = sample_stride(layout.numel)
     total = torch.zeros(sample_numel(layout.numel), dtype=torch.float32, device=device)
-    for slot in store.slots():
+    for slot in store.residuals():
         if is_average(slot.path) or not slot.layout.shares_names(layout):
             continue
         for here, there, numel in layout.common(slot.layout):

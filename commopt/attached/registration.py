@@ -160,7 +160,7 @@ class Registration:
     def scale_by(self, scaler: Any) -> None:
         """Take note of another GradScaler."""
         self.scaler = scaler
-        self.store.per_step = scaler is not None and scaler.is_enabled()
+        self.store.transaction.per_step = scaler is not None and scaler.is_enabled()
 
     @property
     def residual_paths(self) -> tuple[str, ...]:
@@ -233,7 +233,7 @@ class Registration:
         buffers: those of the run that was saved, empty if this one has others.
         extras: what `read_extras` returned, None in another world.
         """
-        store.steps = self.steps = steps
+        store.transaction.steps = self.steps = steps
         store.beside = self.store.beside
         self.store = store
         if self.averages is not None:

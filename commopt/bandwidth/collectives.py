@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is run: the collectives with nccl-tests' conventions, inputs whose results are known exactly, and who runs it.
+"""The implementations that are timed, and inputs whose results are known exactly.
 
 Element i of a rank depends on i modulo a prime, so that blocks of any usual length differ from each other, and only
 one period has to be kept. No element is zero (on up to thousands of ranks), so that a rank's share cannot be
@@ -24,17 +24,21 @@ from commopt.collectives import Communicator
 from commopt.collectives.communicator import Op
 from commopt.groups import WireBytes, all_gather_single, reduce_scatter_single
 from commopt.hooks import PRESETS, build_preset
+from commopt.probe import collectives as probe
+from commopt.probe.collectives import Collective
 
 COMMOPT = "commopt"
 TORCH = "torch"
 
-
-Call = Callable[[], object]
+# Those that a Communicator has too, in nccl-tests' order.
+COLLECTIVES = {
+    name: probe.COLLECTIVES[name] for name in ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
+}
 
 
 @dataclass(frozen=True)
 class Implementation:
-    """Who runs the collectives.
+    """An implementation of the collectives.
 
     functions: by the collective, of (recv, send) or, in place (all_reduce, broadcast), of recv. wire_bytes: what this
     rank sends in one call of (collective, numel, dtype); None where no formula says.
@@ -86,7 +90,7 @@ def of_torch(op: Op, device: torch.device) -> Implementation:
 
 
 def find_aggregator(name: str) -> Aggregator | None:
-    """Return what a name stands for, or a preset's name with options ("quantized:bits=4"); None if nothing.
+    """Return the aggregator of a name, or of a preset's name with options ("quantized:bits=4"); None if unknown.
 
     Raises ConfigurationError for options that a preset does not have.
     """
@@ -143,6 +147,35 @@ class Pattern:
             return 0.0
         return (self.world_size + 1) * torch.finfo(self.dtype).eps / 2
 
+    def buffers(
+        self, collective: Collective, rank: int, count: int, device: torch.device, in_place: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return (send, recv), `send` filled with the rank's elements.
+
+        In place they share memory as NCCL wants it: the block is the rank's own in the larger side.
+        """
+        send_numel, recv_numel = collective.numels(count, self.world_size)
+        larger = torch.zeros(max(send_numel, recv_numel), dtype=self.dtype, device=device)
+        own = larger[rank * count :][:count] if collective.blocks else larger
+        send = own if collective.recv_blocks and in_place else larger[:send_numel]
+        if in_place:
+            recv = own if collective.send_blocks else larger
+        else:
+            recv = torch.zeros(recv_numel, dtype=self.dtype, device=device)
+        fill(send, self.of_rank(rank))
+        return send, recv
+
+    def expected(self, collective: Collective, rank: int, count: int, op: str) -> list[Tensor]:
+        """Return a period of every block of `count` elements of recv, float64."""
+        if collective.reduces:
+            sources = [self.total(op)]
+        elif collective.recv_blocks:
+            sources = [self.of_rank(source) for source in range(self.world_size)]
+        else:
+            sources = [self.of_rank(collective.root)]
+        start = rank * count if collective.send_blocks else 0
+        return [source.roll(-start) for source in sources]
+
     @property
     def _exact_limit(self) -> int:
         """Whole numbers up to here are exact in `dtype`."""
@@ -174,95 +207,3 @@ def count_wrong(buffer: Tensor, period: Tensor, tolerance: float, lossless: bool
 
 def _repeated(period: Tensor, numel: int) -> Tensor:
     return period.repeat(ceil(numel / PERIOD))[:numel]
-
-
-@dataclass(frozen=True)
-class Collective:
-    """`count` elements per rank, or per block where a side holds one block for every rank."""
-
-    name: str
-    reduces: bool = False
-    send_blocks: bool = False
-    recv_blocks: bool = False
-    root: int = -1
-
-    @property
-    def blocks(self) -> bool:
-        """Whether the larger side holds world_size blocks."""
-        return self.send_blocks or self.recv_blocks
-
-    @property
-    def aggregates(self) -> bool:
-        """Whether commopt runs it with an aggregator of the caller's choice."""
-        return self.reduces and not self.blocks
-
-    def bus_factor(self, world_size: int) -> float:
-        """Return busbw / algbw: the share of the larger side that must cross a link, whatever the algorithm."""
-        if self.root >= 0:
-            return 1.0
-        return (1 if self.blocks else 2) * (world_size - 1) / world_size
-
-    def count(self, nbytes: int, dtype: torch.dtype, world_size: int) -> int:
-        """Return the count that fits into `nbytes`, rounded down."""
-        return nbytes // dtype.itemsize // (world_size if self.blocks else 1)
-
-    def nbytes(self, count: int, dtype: torch.dtype, world_size: int) -> int:
-        """Return the bytes of the larger side on one rank: the size in the table and in algbw."""
-        return count * dtype.itemsize * (world_size if self.blocks else 1)
-
-    @property
-    def has_in_place(self) -> bool:
-        """Whether NCCL's in-place layout exists; an all_to_all would overwrite blocks it has not sent."""
-        return not (self.send_blocks and self.recv_blocks)
-
-    def buffers(
-        self, pattern: Pattern, rank: int, count: int, device: torch.device, in_place: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Return (send, recv), `send` filled with the rank's pattern.
-
-        In place they share memory as NCCL wants it: the block is the rank's own in the larger side.
-        """
-        send_numel, recv_numel = (
-            count * (pattern.world_size if blocks else 1) for blocks in (self.send_blocks, self.recv_blocks)
-        )
-        larger = torch.zeros(max(send_numel, recv_numel), dtype=pattern.dtype, device=device)
-        own = larger[rank * count :][:count] if self.blocks else larger
-        send = own if self.recv_blocks and in_place else larger[:send_numel]
-        if in_place:
-            recv = own if self.send_blocks else larger
-        else:
-            recv = torch.zeros(recv_numel, dtype=pattern.dtype, device=device)
-        fill(send, pattern.of_rank(rank))
-        return send, recv
-
-    def bind(self, implementation: Implementation, rank: int, send: Tensor, recv: Tensor) -> Call:
-        """Return a call that runs it once; out of place a collective that works in place gets a copy first."""
-        run = partial(implementation.functions[self.name], recv, *([send] if self.blocks else []))
-        if self.root >= 0:
-            run = partial(run, src=self.root)
-        if self.blocks or send.data_ptr() == recv.data_ptr() or self.root not in (-1, rank):
-            return run
-        return lambda: (recv.copy_(send), run())
-
-    def expected(self, pattern: Pattern, rank: int, count: int, op: str) -> list[Tensor]:
-        """Return the pattern of every block of `count` elements of recv, float64."""
-        if self.reduces:
-            sources = [pattern.total(op)]
-        elif self.recv_blocks:
-            sources = [pattern.of_rank(source) for source in range(pattern.world_size)]
-        else:
-            sources = [pattern.of_rank(self.root)]
-        start = rank * count if self.send_blocks else 0
-        return [source.roll(-start) for source in sources]
-
-
-COLLECTIVES = {
-    collective.name: collective
-    for collective in (
-        Collective("all_reduce", reduces=True),
-        Collective("reduce_scatter", reduces=True, send_blocks=True),
-        Collective("all_gather", recv_blocks=True),
-        Collective("broadcast", root=0),
-        Collective("all_to_all", send_blocks=True, recv_blocks=True),
-    )
-}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is printed and written: nccl-tests' columns in its own widths, ours to their right, and notes around them."""
+"""The table and the JSON file: nccl-tests' columns in its own widths, ours to their right, and notes around them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 
 from commopt.bandwidth.collectives import TORCH, Implementation, Pattern
-from commopt.bandwidth.settings import Settings
+from commopt.bandwidth.options import BandwidthOptions
 from commopt.cluster import link_rate
 from commopt.display import WIDTH, significant
 from commopt.groups import join
+from commopt.probe.timing import durations_us
 from commopt.version import __version__, revision
 from topology import Cluster
 
@@ -39,14 +40,17 @@ class Timing:
     p50_us: float
     p99_us: float
 
-
-def percentile(values: Sequence[float], fraction: float) -> float:
-    """Return the smallest of `values` that at least `fraction` of them do not exceed."""
-    return sorted(values)[max(0, ceil(fraction * len(values)) - 1)]
+    @classmethod
+    def of(cls, ends_us: Sequence[float]) -> Timing:
+        """Derive it from the time at which the last rank ended each iteration, counted from the common start."""
+        ranked = sorted(durations_us(ends_us))
+        # A percentile is the smallest value that so many of them do not exceed.
+        p50_us, p99_us = (ranked[max(0, ceil(fraction * len(ranked)) - 1)] for fraction in (0.50, 0.99))
+        return cls(ends_us[-1] / len(ends_us), p50_us, p99_us)
 
 
 @dataclass(frozen=True)
-class Measurement:
+class BandwidthMeasurement:
     """One side of a row; GB/s = 1e9 B/s. `wrong` counts elements over all ranks, None when nothing was checked."""
 
     timing: Timing
@@ -55,14 +59,14 @@ class Measurement:
     wrong: int | None
 
     @classmethod
-    def of(cls, timing: Timing, nbytes: int, bus_factor: float, wrong: int | None) -> Measurement:
+    def of(cls, timing: Timing, nbytes: int, bus_factor: float, wrong: int | None) -> BandwidthMeasurement:
         """Derive the bandwidths from the mean time; `nbytes` and `bus_factor` are the collective's."""
         algbw_gbps = nbytes / (timing.mean_us * 1e3)
         return cls(timing, algbw_gbps, algbw_gbps * bus_factor, wrong)
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """One size with one contender; `in_place` is None where that does not exist, wire bytes where no formula says.
 
     Wire bytes are of one call, added up over all ranks.
@@ -77,11 +81,11 @@ class Row:
     aggregator: str
     wire_intra_bytes: int | None
     wire_inter_bytes: int | None
-    out_of_place: Measurement
-    in_place: Measurement | None
+    out_of_place: BandwidthMeasurement
+    in_place: BandwidthMeasurement | None
 
     @property
-    def measurements(self) -> tuple[Measurement, ...]:
+    def measurements(self) -> tuple[BandwidthMeasurement, ...]:
         """Both sides, or the one there is."""
         return (self.out_of_place,) if self.in_place is None else (self.out_of_place, self.in_place)
 
@@ -110,7 +114,7 @@ def heading(aggregator_width: int) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def format_row(row: Row, aggregator_width: int) -> str:
+def format_row(row: TableRow, aggregator_width: int) -> str:
     """Return one line, aligned below the heading."""
     times = (row.in_place or row.out_of_place).timing
     wire = [f"{'n/a' if nbytes is None else nbytes:>12}" for nbytes in (row.wire_intra_bytes, row.wire_inter_bytes)]
@@ -122,14 +126,14 @@ def format_row(row: Row, aggregator_width: int) -> str:
 
 
 def short_heading(aggregator_width: int) -> str:
-    """Return the two header lines of what fits a terminal of 80 columns: one side, without what seldom changes."""
+    """Return the two header lines of the table for 80 columns: one side, without columns that seldom change."""
     names = ("size", "time", "algbw", "busbw", "#wrong", "wire_inter")
     units = ("(B)", "(us)", "(GB/s)", "(GB/s)", "", "(B)")
     lines = (_short(names, "aggregator", aggregator_width), _short(units, "", aggregator_width))
     return "\n".join(f"#{line[1:]}".rstrip() for line in lines)
 
 
-def short_row(row: Row, aggregator_width: int) -> str:
+def short_row(row: TableRow, aggregator_width: int) -> str:
     """Return one line of the short table: in place, where that exists."""
     side = row.in_place or row.out_of_place
     wrong = "N/A" if side.wrong is None else str(side.wrong)
@@ -143,7 +147,7 @@ def _short(cells: Sequence[str], aggregator: str, width: int) -> str:
     return f"{size:>10} {aggregator:<{width}}{time:>8} {algbw:>7} {busbw:>7} {wrong:>6}{wire:>11}"
 
 
-def footer(rows: Sequence[Row], notes: Sequence[str]) -> str:
+def footer(rows: Sequence[TableRow], notes: Sequence[str]) -> str:
     """Return the closing lines; the last one is nccl-tests' average."""
     names = dict.fromkeys(row.aggregator for row in rows)
     lines = [line for note in notes for line in _comment(note)]
@@ -162,13 +166,13 @@ def _comment(text: str) -> list[str]:
     return wrap(text, WIDTH, initial_indent="# ", subsequent_indent="#   ")
 
 
-def average_busbw_gbps(rows: Sequence[Row]) -> float:
+def average_busbw_gbps(rows: Sequence[TableRow]) -> float:
     """Return the mean over rows and sides, as nccl-tests does."""
     values = [measurement.busbw_gbps for row in rows for measurement in row.measurements]
     return sum(values) / len(values) if values else 0.0
 
 
-def _side(measurement: Measurement | None) -> str:
+def _side(measurement: BandwidthMeasurement | None) -> str:
     if measurement is None:
         time, algbw, busbw, wrong = ["N/A"] * 4
     else:
@@ -193,17 +197,15 @@ def _us(time_us: float) -> str:
     return f"{time_us:.{digits}f}"
 
 
-def preamble(settings: Settings, cluster: Cluster, device: torch.device) -> str:
+def preamble(options: BandwidthOptions, cluster: Cluster, device: torch.device) -> str:
     """Return the lines above the table; collective over the world."""
     mine: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid(), "name": _device_name(device)}
-    ranks = join(None, settings.ranks_per_node).exchange("who measures", **mine)
-    step = f"{settings.step_factor}(factor)" if settings.step_factor > 1 else f"{settings.step_nbytes}(bytes)"
-    times = (
-        f"warmup iters: {settings.warm_up_iterations} iters: {settings.iterations} validation: {int(settings.check)}"
-    )
+    ranks = join(None, options.ranks_per_node).exchange("who measures", **mine)
+    step = f"{options.step_factor}(factor)" if options.step_factor > 1 else f"{options.step_nbytes}(bytes)"
+    times = f"warmup iters: {options.warm_up_iterations} iters: {options.iterations} validation: {int(options.check)}"
     lines = [
-        *_comment(f"Collective: {settings.collective.name} over {cluster}, {_backend(device)}"),
-        *_comment(f"minBytes {settings.min_nbytes} maxBytes {settings.max_nbytes} step: {step} {times}"),
+        *_comment(f"Collective: {options.collective.name} over {cluster}, {_backend(device)}"),
+        *_comment(f"minBytes {options.min_nbytes} maxBytes {options.max_nbytes} step: {step} {times}"),
         "#",
         "# Using devices",
     ]
@@ -213,29 +215,29 @@ def preamble(settings: Settings, cluster: Cluster, device: torch.device) -> str:
     return "\n".join([*lines, "#"])
 
 
-def notes(settings: Settings, implementations: Sequence[Implementation], device: torch.device) -> list[str]:
+def notes(options: BandwidthOptions, implementations: Sequence[Implementation], device: torch.device) -> list[str]:
     """Return one sentence for each thing a reader of this table could get wrong."""
-    collective, op = settings.collective, settings.op
+    collective, op = options.collective, options.op
     world_size = dist.get_world_size()
     side = "in place" if collective.has_in_place else "out of place"
-    short = "" if settings.wide else f" The table is of calls {side}; --wide has nccl-tests' columns, p50 and p99."
-    few = "; p99 of less than 100 is the maximum" if settings.iterations < 100 else ""
+    short = "" if options.wide else f" The table is of calls {side}; --wide has nccl-tests' columns, p50 and p99."
+    few = "; p99 of less than 100 is the maximum" if options.iterations < 100 else ""
     lines = [
         f"time: mean of a loop without barriers on the slowest rank; GB/s = 1e9 B/s.{short}",
     ]
-    if settings.wide:
+    if options.wide:
         lines.append(f"p50, p99: of the loop's iterations {side}, each ending when the last rank has{few}.")
-    if settings.wide and not collective.has_in_place:
+    if options.wide and not collective.has_in_place:
         lines.append(f"in-place N/A: {collective.name} needs two buffers.")
-    elif settings.wide and not collective.blocks:
+    elif options.wide and not collective.blocks:
         whose = "the input" if collective.root < 0 else f"rank {collective.root}'s input"
         lines.append(f"out-of-place: {whose} is copied first, as {collective.name} works in place.")
     if collective.aggregates:
         lines.append("wire: payload bytes of one call by formula, added up over all ranks; n/a: no formula.")
-    if TORCH in settings.aggregators and collective.reduces and op == "avg" and _backend(device) == "gloo":
+    if TORCH in options.aggregators and collective.reduces and op == "avg" and _backend(device) == "gloo":
         lines.append("torch avg: gloo cannot average, so a sum and a division, as in stock DDP.")
-    for bound in sorted({one.error_bound for one in implementations} if settings.check else ()):
-        tolerance = Pattern(settings.dtype, world_size).tolerance(op, collective.reduces, bound)
+    for bound in sorted({one.error_bound for one in implementations} if options.check else ()):
+        tolerance = Pattern(options.dtype, world_size).tolerance(op, collective.reduces, bound)
         names = ", ".join(one.name for one in implementations if one.error_bound == bound)
         of = f"the largest element, for {names}" if bound else "every element"
         lines.append(f"#wrong: error above {tolerance:.3g} of {of}." if tolerance else "#wrong: any difference.")
@@ -244,7 +246,9 @@ def notes(settings: Settings, implementations: Sequence[Implementation], device:
     return lines
 
 
-def document(settings: Settings, cluster: Cluster, device: torch.device, rows: Sequence[Row]) -> dict[str, Any]:
+def document(
+    options: BandwidthOptions, cluster: Cluster, device: torch.device, rows: Sequence[TableRow]
+) -> dict[str, Any]:
     """Return everything as JSON values."""
     return {
         "environment": {
@@ -262,11 +266,11 @@ def document(settings: Settings, cluster: Cluster, device: torch.device, rows: S
             "nodes": cluster.nodes,
             "nodes_declared": cluster.emulated,
             "emulated_link_rate": link_rate(),
-            "iterations": settings.iterations,
-            "warm_up_iterations": settings.warm_up_iterations,
+            "iterations": options.iterations,
+            "warm_up_iterations": options.warm_up_iterations,
         },
         "rows": [asdict(row) for row in rows],
-        "out_of_bounds_values": sum(row.wrong for row in rows) if settings.check else None,
+        "out_of_bounds_values": sum(row.wrong for row in rows) if options.check else None,
         "average_busbw_gbps": average_busbw_gbps(rows),
     }
 

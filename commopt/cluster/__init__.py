@@ -3,27 +3,26 @@
 
     commopt cluster --nodes 2 --ranks-per-node 2 --rate 200mbit train.py --steps 10
 
-Each node is a network namespace whose only way out is `eth0`, one end of a veth pair; the other ends meet in
-a bridge that lives in a namespace of its own. Both ends of each pair are shaped, so a node sends and receives
-at `rate`, while ranks on the same node talk over `lo` at full speed. Because even the bridge is inside a
-namespace, nothing is added to the host's interfaces, routes or firewall, and several clusters can run side by
-side.
+Each node is a network namespace whose only external interface is `eth0`, one end of a veth pair. The other ends meet
+in a bridge, in a namespace of its own. Both ends of each pair are shaped: a node sends and receives at `rate`, while
+ranks on the same node communicate over `lo` at full speed. Since the bridge is inside a namespace too, nothing is added
+to the host's interfaces, routes or firewall, and several clusters can run at the same time.
 
-Ranks find the variables and the store that torchrun gives them; there are no restarts. Host name and boot id are
-the same on all nodes; NCCL_HOSTID tells the nodes apart.
+Ranks get torchrun's variables and store; there are no restarts. Host name and boot id are the same on all nodes, so
+NCCL_HOSTID tells the nodes apart.
 """
 
-from commopt.cluster.cli import Cluster, NodeTraffic, Result
-from commopt.cluster.network import ClusterUnavailableError, Counters, Link, Traffic, link_rate, traffic
+from commopt.cluster.cli import EmulatedCluster, NodeTraffic, Result
+from commopt.cluster.network import ClusterUnavailableError, Counters, EmulatedLink, LinkTraffic, link_rate, traffic
 
 __all__ = [
-    "Cluster",
     "ClusterUnavailableError",
     "Counters",
-    "Link",
+    "EmulatedCluster",
+    "EmulatedLink",
+    "LinkTraffic",
     "NodeTraffic",
     "Result",
-    "Traffic",
     "link_rate",
     "traffic",
 ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`commopt cluster`: run a script on emulated nodes, and always take everything down again."""
+"""`commopt cluster`: run a script on emulated nodes, and always remove them afterwards."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from commopt.cluster.network import (
     MAX_NODES,
     RATE_VARIABLE,
     ClusterUnavailableError,
-    Link,
-    Network,
-    Traffic,
+    EmulatedLink,
+    EmulatedNetwork,
+    LinkTraffic,
     address,
     uninterrupted,
 )
 from commopt.command_line import refuse, whole
 from commopt.display import show_table
 
-# How long nodes get to fail by themselves after the first one did, and then to react to SIGTERM.
+# Time for the other nodes to fail after the first one, and then to react to SIGTERM.
 _GRACE_S = 5.0
 _POLL_S = 0.05
 _MASTER_PORT = 29500  # always free: the namespace is new
@@ -42,19 +42,23 @@ _NODE_SCRIPT = Path(__file__).with_name("node.py")
 
 @dataclass(frozen=True)
 class NodeTraffic:
-    """What one node moved during a run."""
+    """Traffic of one node during a run."""
 
     node_rank: int
     ranks: int
-    traffic: Traffic
+    traffic: LinkTraffic
 
 
 @dataclass(frozen=True)
 class Result:
-    """Outcome of one run; `returncode` is that of the rank that failed first, 124 after a timeout.
+    """Outcome of one run.
 
-    `stdout` is node 0's alone. `stderr` is node 0's, and both streams of the other nodes with `[node i] `
-    before each line. Both are empty when the run was not captured.
+    returncode: exit status of the rank that failed first; 124 after a timeout.
+    stdout: output of node 0; empty if the run was not captured.
+    stderr: stderr of node 0, and both streams of the other nodes with `[node i] ` before each line; empty if the run
+        was not captured.
+    seconds: duration.
+    nodes: traffic of each node.
     """
 
     returncode: int
@@ -64,11 +68,15 @@ class Result:
     nodes: tuple[NodeTraffic, ...]
 
 
-class Cluster:
-    """Context manager: emulated nodes that live from `with` to its end; `run` may be called many times.
+class EmulatedCluster:
+    """Context manager: emulated nodes that exist inside the `with` block. `run` may be called many times.
 
-    `ranks_per_node` is one number for all nodes or one per node. Raises ValueError for arguments that make no
-    sense, ClusterUnavailableError where the machine cannot do it.
+    Raises ValueError for invalid arguments, ClusterUnavailableError if this machine cannot emulate the cluster.
+
+    nodes: number of nodes.
+    ranks_per_node: one number for all nodes, or one per node.
+    rate: rate of every node's link, for example "200mbit"; "none": unshaped.
+    delay: one-way delay of the network.
     """
 
     def __init__(
@@ -83,19 +91,19 @@ class Cluster:
             raise ValueError(f"ranks_per_node {ranks} must be at least 1 on every node")
         self.ranks_per_node = ranks
         self.rate = rate
-        self.link = Link.parse(rate, delay)
-        self._network = Network(nodes, self.link)
+        self.link = EmulatedLink.parse(rate, delay)
+        self._network = EmulatedNetwork(nodes, self.link)
 
     @staticmethod
     def missing(rate: str = "200mbit", delay: str = "0ms") -> str | None:
-        """Try a cluster of one node; return why this machine cannot emulate such a link, None if it can."""
+        """Try a cluster of one node. Return the reason why this machine cannot emulate it, None if it can."""
         try:
-            with Cluster(nodes=1, rate=rate, delay=delay):
+            with EmulatedCluster(nodes=1, rate=rate, delay=delay):
                 return None
         except ClusterUnavailableError as error:
             return str(error)
 
-    def __enter__(self) -> Cluster:
+    def __enter__(self) -> EmulatedCluster:
         self._network.build()
         return self
 
@@ -105,7 +113,7 @@ class Cluster:
         self._network.remove()
 
     def cut(self, node_rank: int) -> None:
-        """Cut a node off from all others, while something runs: their connections break without a sign."""
+        """Disconnect a node from all others during a run: its connections break silently."""
         self._network.connect(node_rank, up=False)
 
     def mend(self, node_rank: int) -> None:
@@ -113,7 +121,7 @@ class Cluster:
         self._network.connect(node_rank, up=True)
 
     def start(self, node_rank: int, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
-        """Start a program on one node, as `subprocess.Popen` does with these options; it ends with the cluster."""
+        """Start a program on one node with options of `subprocess.Popen`. It is killed with the cluster."""
         environment = {**os.environ, **self._environment(node_rank)}
         return subprocess.Popen(self._network.enter(node_rank, command), env=environment, text=True, **options)
 
@@ -124,10 +132,12 @@ class Cluster:
         env: Mapping[str, str] | None = None,
         capture: bool = True,
     ) -> Result:
-        """Run `SCRIPT ARGS...` or `-m MODULE ARGS...` on all ranks, until no process is left.
+        """Run `SCRIPT ARGS...` or `-m MODULE ARGS...` on all ranks until no process is left.
 
-        With `capture` False node 0 keeps this process's stdout, stderr and terminal, and the lines of the
-        other nodes go to stderr as they come. Never raises for a script that fails; see `Result.returncode`.
+        A failing script raises nothing; see `Result.returncode`.
+
+        capture: False gives node 0 this process's stdout, stderr and terminal, and writes the lines of the other nodes
+            to stderr as they arrive.
         """
         nodes = range(len(self.ranks_per_node))
         before = [self._network.traffic(node_rank) for node_rank in nodes]
@@ -202,7 +212,7 @@ def _wait(agents: Sequence[subprocess.Popen[str]], timeout_s: float | None, log:
 
 
 def _terminate(agents: Sequence[subprocess.Popen[str]]) -> None:
-    left = [agent for agent in agents if agent.returncode != 0]  # where it is 0, its ranks are gone too
+    left = [agent for agent in agents if agent.returncode != 0]  # after status 0 its ranks are gone too
     for agent in left:
         with suppress(ProcessLookupError):
             os.killpg(agent.pid, signal.SIGTERM)
@@ -210,7 +220,7 @@ def _terminate(agents: Sequence[subprocess.Popen[str]]) -> None:
     for agent in left:
         with suppress(ProcessLookupError):  # none of its group is left
             while time.monotonic() < deadline:
-                agent.poll()  # else it stays in the group
+                agent.poll()  # reaps it; otherwise it stays in the group
                 os.killpg(agent.pid, 0)
                 time.sleep(_POLL_S)
 
@@ -239,7 +249,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--nodes", type=whole(1), default=2, help="number of nodes (default 2)")
     ranks = "ranks on every node, or one number per node (default 2)"
     add("--ranks-per-node", type=_ranks_per_node, default=2, metavar="L[,L...]", help=ranks)
-    rate = "of every node's link: 1gbit, none; received/sent: 50mbit/10mbit (default 200mbit)"
+    rate = "rate of every node's link: 1gbit, none; received/sent: 50mbit/10mbit (default 200mbit)"
     add("--rate", default="200mbit", help=rate)
     add("--delay", default="0ms", help="one-way delay of the network: 500us, 5ms (default 0ms)")
     add("-m", "--module", action="store_true", help="SCRIPT is a module, as in `python -m`")
@@ -252,7 +262,7 @@ def _ranks_per_node(text: str) -> int | list[int]:
     return counts if "," in text else counts[0]
 
 
-def _show(cluster: Cluster, result: Result) -> None:
+def _show(cluster: EmulatedCluster, result: Result) -> None:
     rows = [["node", "ranks", "sent MiB", "sent packets", "received MiB", "received packets", "inside MiB"]]
     for node in result.nodes:
         link, inside = node.traffic.link, node.traffic.loopback
@@ -272,10 +282,10 @@ def run(arguments: argparse.Namespace) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _stop)
     command = [*(["-m"] if arguments.module else []), arguments.script, *arguments.arguments]
-    if not arguments.module and not os.path.isfile(arguments.script):  # which takes any text for a path
-        return refuse("commopt cluster", f"there is no file {arguments.script}; before the name of a module put -m")
+    if not arguments.module and not os.path.isfile(arguments.script):  # run_path would take any text for a path
+        return refuse("commopt cluster", f"there is no file {arguments.script}; for a module put -m before its name")
     try:
-        with Cluster(arguments.nodes, arguments.ranks_per_node, arguments.rate, arguments.delay) as cluster:
+        with EmulatedCluster(arguments.nodes, arguments.ranks_per_node, arguments.rate, arguments.delay) as cluster:
             result = cluster.run(command, capture=False)
     except (ClusterUnavailableError, ValueError) as error:
         return refuse("commopt cluster", error)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Namespaces, links and bridge of an emulated cluster, the shape of a link, and counters of what a node moved."""
+"""Namespaces, links and bridge of an emulated cluster, the shaping of a link, and counters of a node's traffic."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pathlib import Path
 
 INTERFACE = "eth0"
 RATE_VARIABLE = "BENCH_CLUSTER_RATE"
-PROC_FILES = ("/proc/net/dev", "/proc/net/snmp")  # what Traffic.parse reads
+PROC_FILES = ("/proc/net/dev", "/proc/net/snmp")  # the input of LinkTraffic.parse
 
 # Ethernet 14, IPv4 20, TCP with timestamps 32.
 _HEADER_BYTES = 66
@@ -27,7 +27,7 @@ _SEGMENT_PAYLOAD_BYTES = 1500 - 20 - 32
 
 @dataclass(frozen=True)
 class Counters:
-    """Bytes (headers included) and packets of one interface; subtract two for what passed between them."""
+    """Bytes (headers included) and packets of one interface. The difference of two is the traffic between them."""
 
     tx_bytes: int = 0
     tx_packets: int = 0
@@ -39,34 +39,36 @@ class Counters:
 
     @property
     def tx_payload_bytes(self) -> int:
-        """Bytes sent less the TCP, IP and Ethernet headers of every packet (acknowledgements count 0)."""
+        """Bytes sent without the TCP, IP and Ethernet headers (acknowledgements count 0)."""
         return self.tx_bytes - _HEADER_BYTES * self.tx_packets
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """A node's counters: `link` crosses the shaped network, `loopback` stays inside the node.
+class LinkTraffic:
+    """A node's counters.
 
-    `retransmissions` are the TCP segments a node sent again: acknowledgements wait in the queue of a slow link, and a
-    busy machine delays them until TCP takes data that did arrive for lost.
+    link: traffic over the shaped network.
+    loopback: traffic inside the node.
+    retransmissions: TCP segments sent again. Acknowledgements wait in the queue of a slow link, and a busy machine
+        delays them until TCP considers data lost that did arrive.
     """
 
     link: Counters
     loopback: Counters
     retransmissions: int = 0
 
-    def __sub__(self, earlier: Traffic) -> Traffic:
+    def __sub__(self, earlier: LinkTraffic) -> LinkTraffic:
         retransmissions = self.retransmissions - earlier.retransmissions
-        return Traffic(self.link - earlier.link, self.loopback - earlier.loopback, retransmissions)
+        return LinkTraffic(self.link - earlier.link, self.loopback - earlier.loopback, retransmissions)
 
     @property
     def link_payload_bytes(self) -> int:
-        """What programs sent over the link: no headers, and every full segment once however often it was sent."""
+        """Bytes sent by programs over the link: without headers, and every full segment counted once."""
         return max(0, self.link.tx_payload_bytes - _SEGMENT_PAYLOAD_BYTES * self.retransmissions)
 
     @classmethod
-    def parse(cls, proc_net_dev: str, proc_net_snmp: str) -> Traffic:
-        """Read the texts of /proc/net/dev and /proc/net/snmp."""
+    def parse(cls, proc_net_dev: str, proc_net_snmp: str) -> LinkTraffic:
+        """Parse the texts of /proc/net/dev and /proc/net/snmp."""
         counters = {}
         for line in proc_net_dev.splitlines()[2:]:
             name, _, fields = line.partition(":")
@@ -78,21 +80,21 @@ class Traffic:
 
 
 def link_rate() -> str | None:
-    """Rate of this node's emulated link ("none": unshaped), or None outside an emulated cluster."""
+    """Return the rate of this node's emulated link ("none": unshaped); None outside an emulated cluster."""
     return os.environ.get(RATE_VARIABLE)
 
 
-def traffic() -> Traffic:
-    """Snapshot the counters of the node this process runs on; all ranks of a node see the same ones.
+def traffic() -> LinkTraffic:
+    """Return the counters of this process's node, which all its ranks share.
 
-    Take it after a barrier: a collective returns while its last bytes still wait for the link.
+    Call it after a barrier: a collective returns while its last bytes still wait for the link.
     """
     if link_rate() is None:
         raise RuntimeError(
             "this process is not on an emulated node, so its counters would show the host's own traffic; "
             "start it with `commopt cluster`, or ask link_rate() first"
         )
-    return Traffic.parse(*(Path(file).read_text() for file in PROC_FILES))
+    return LinkTraffic.parse(*(Path(file).read_text() for file in PROC_FILES))
 
 
 _RATE_UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
@@ -100,33 +102,37 @@ _DELAY_UNITS = {"us": 1.0, "ms": 1e3, "s": 1e6}
 
 # Long enough for TCP never to starve, short enough that a full queue is noticed as lost packets, not as lag.
 _QUEUE_S = 0.1
-# A host keeps what its own link cannot send yet. A drop there would count as sent twice, and never have left.
+# A host queues packets that its link cannot send yet. A drop there would count as sent twice and never leave.
 _NEAR_QUEUE_BYTES = 640_000
-# netem's default of 1000 packets would drop what a fast link keeps in flight during the delay.
+# netem's default of 1000 packets would drop packets that a fast link keeps in flight during the delay.
 _DELAYED_PACKETS = 100_000
 
 
 @dataclass(frozen=True)
-class Link:
-    """One node's full-duplex link: what it sends and receives; None means unshaped, `delay_us` is one way."""
+class EmulatedLink:
+    """One node's full-duplex link.
+
+    send_bps: rate of sending in bit/s; None: unshaped.
+    receive_bps: rate of receiving in bit/s; None: unshaped.
+    delay_us: one-way delay.
+    """
 
     send_bps: int | None = None
     receive_bps: int | None = None
     delay_us: int = 0
 
     @classmethod
-    def parse(cls, rate: str = "none", delay: str = "0ms") -> Link:
-        """Read text such as "200mbit", "1.5ms"; raise a ValueError that shows the right form.
+    def parse(cls, rate: str = "none", delay: str = "0ms") -> EmulatedLink:
+        """Parse texts such as "200mbit" and "1.5ms". Raises a ValueError that shows the right form.
 
-        Of two rates the first is what a node receives and the second what it sends, as with lines to homes:
-        "50mbit/10mbit".
+        Two rates, "50mbit/10mbit", are the rates of receiving and of sending.
         """
         delay_us = _quantity("delay", delay, _DELAY_UNITS, example="5ms")
         receive, slash, send = rate.partition("/")
         return cls(_rate(send if slash else receive), _rate(receive), delay_us)
 
     def near_end(self) -> list[list[str]]:
-        """`tc qdisc add` arguments for the node's own end of its link."""
+        """Return `tc qdisc add` arguments for the node's own end of its link."""
         shaped = _tbf(self.send_bps, least_queue_bytes=_NEAR_QUEUE_BYTES)
         if not self.delay_us:
             return [["root", *tbf] for tbf in shaped]
@@ -134,7 +140,7 @@ class Link:
         return [["root", "handle", "1:", *netem], *(["parent", "1:1", *tbf] for tbf in shaped)]
 
     def far_end(self) -> list[list[str]]:
-        """`tc qdisc add` arguments for the bridge's end, which shapes what the node receives."""
+        """Return `tc qdisc add` arguments for the bridge's end, which shapes the node's receiving side."""
         return [["root", *tbf] for tbf in _tbf(self.receive_bps)]
 
 
@@ -150,7 +156,7 @@ def _rate(rate: str) -> int | None:
 def _tbf(rate_bps: int | None, least_queue_bytes: int = 0) -> list[list[str]]:
     if rate_bps is None:
         return []
-    # What a port may send at once: 2 ms of the rate; a larger burst lets small messages through for free.
+    # Bytes a port may send at once: 2 ms of the rate. A larger burst would let small messages pass unshaped.
     burst_bytes = max(32 * 1024, rate_bps * 2 // 1000 // 8)
     queue_bytes = burst_bytes + max(least_queue_bytes, int(rate_bps / 8 * _QUEUE_S))
     return [["tbf", "rate", f"{rate_bps}bit", "burst", f"{burst_bytes}b", "limit", f"{queue_bytes}b"]]
@@ -165,7 +171,7 @@ def _quantity(name: str, text: str, units: Mapping[str, float], example: str) ->
 
 MAX_NODES = 254  # one /24
 _SUBNET = "10.77.0.0/24"
-# TCP as Linux comes with it, whatever the host is set to: BBR leaves a slow link idle for part of a long message.
+# Linux's default TCP, whatever the host uses: BBR leaves a slow link idle for part of a long message.
 _ROUTE = ("proto", "kernel", "scope", "link", "congctl", "cubic")
 _NAMESPACES = Path("/run/netns")
 _CONFIGURATIONS = Path("/etc/netns")  # `ip netns exec NAME` sees NAME/hosts here as /etc/hosts
@@ -173,7 +179,7 @@ _SERIAL = itertools.count()
 _COMMAND_TIMEOUT_S = 30
 _KILL_TIMEOUT_S = 10
 
-# Word in a command that failed -> what the machine lacks.
+# Word in a failed command -> the missing requirement.
 _REQUIREMENTS = {
     "netem": "a kernel with netem (CONFIG_NET_SCH_NETEM; try `modprobe sch_netem`) or --delay 0ms",
     "tbf": "a kernel with token bucket filters (CONFIG_NET_SCH_TBF; try `modprobe sch_tbf`) or --rate none",
@@ -188,23 +194,23 @@ _PRIVILEGES = (
 
 
 class ClusterUnavailableError(RuntimeError):
-    """This machine cannot emulate a cluster; the message says what is missing and how to get it."""
+    """This machine cannot emulate a cluster. The message names the missing requirement and how to get it."""
 
 
-class Network:
+class EmulatedNetwork:
     """Namespaces `commopt-<pid>-<serial>-node<i>`, joined by a bridge in `commopt-<pid>-<serial>-hub`.
 
     Addresses and the names of links are private to the namespaces and cannot collide with the host's.
     """
 
-    def __init__(self, nodes: int, link: Link) -> None:
+    def __init__(self, nodes: int, link: EmulatedLink) -> None:
         self.link = link
         self.name = f"commopt-{os.getpid()}-{next(_SERIAL)}"
         self.nodes = tuple(f"{self.name}-node{node_rank}" for node_rank in range(nodes))
         self._hub = f"{self.name}-hub"
 
     def build(self) -> None:
-        """Make everything, or raise ClusterUnavailableError and leave nothing behind."""
+        """Create the cluster, or raise ClusterUnavailableError and leave nothing behind."""
         check_tools()
         remove_leftovers()
         try:
@@ -236,7 +242,7 @@ class Network:
             _run(self.enter(node_rank, ["true"]))
 
     def _name_addresses(self, node: str) -> None:
-        # torch looks up its peers' names, by IPv4 address mapped to IPv6, and warns when nobody answers.
+        # torch looks up its peers' names, by IPv4 address mapped to IPv6, and warns if there is no answer.
         peers = ((address(node_rank), f"node{node_rank}") for node_rank in range(len(self.nodes)))
         names = (f"{form}{ip} {name}" for ip, name in peers for form in ("", "::ffff:"))
         hosts = _CONFIGURATIONS / node / "hosts"
@@ -244,14 +250,14 @@ class Network:
         hosts.write_text("\n".join([Path("/etc/hosts").read_text(), *names, ""]))
 
     def enter(self, node_rank: int, command: Sequence[str]) -> list[str]:
-        """The command line that runs `command` on a node."""
+        """Return the command line that runs `command` on a node."""
         return ["ip", "netns", "exec", self.nodes[node_rank], *command]
 
-    def traffic(self, node_rank: int) -> Traffic:
-        return Traffic.parse(*(_run(self.enter(node_rank, ["cat", file])) for file in PROC_FILES))
+    def traffic(self, node_rank: int) -> LinkTraffic:
+        return LinkTraffic.parse(*(_run(self.enter(node_rank, ["cat", file])) for file in PROC_FILES))
 
     def connect(self, node_rank: int, *, up: bool) -> None:
-        """Pull a node's cable out of the hub, or put it back: nobody is told, packets are lost."""
+        """Connect a node to the hub, or disconnect it: packets are then lost silently."""
         _ip("-n", self._hub, "link", "set", f"node{node_rank}", "up" if up else "down")
 
     def kill(self) -> None:
@@ -261,7 +267,7 @@ class Network:
                 _kill(node)
 
     def remove(self) -> None:
-        """Kill what runs on the nodes and delete them; links and bridge go with their namespaces."""
+        """Kill all processes on the nodes and delete the namespaces, with their links and the bridge."""
         with uninterrupted():
             for namespace in (*self.nodes, self._hub):
                 _delete(namespace)
@@ -287,7 +293,7 @@ def check_tools() -> None:
 
 
 def remove_leftovers() -> None:
-    """Remove what launchers that were killed outright left: namespaces named after a process that is gone.
+    """Remove the namespaces of launchers that were killed: their names contain the id of a process that is gone.
 
     A reused process id only delays the removal. Launchers that share /run/netns must share process ids too.
     """
@@ -301,20 +307,20 @@ def remove_leftovers() -> None:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Hold Ctrl-C, SIGTERM and SIGHUP back until the block, which must take a bounded time, is done."""
+    """Delay Ctrl-C, SIGTERM and SIGHUP until the end of the block, which must take a bounded time."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    held: list[int] = []
+    delayed: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    handlers = [signal.signal(number, lambda number, frame: held.append(number)) for number in numbers]
+    handlers = [signal.signal(number, lambda number, frame: delayed.append(number)) for number in numbers]
     try:
         yield
     finally:
         for number, handler in zip(numbers, handlers, strict=True):
             signal.signal(number, handler)
-        if held:
-            signal.raise_signal(held[0])
+        if delayed:
+            signal.raise_signal(delayed[0])
 
 
 def _delete(namespace: str) -> None:
@@ -337,8 +343,8 @@ def _kill(namespace: str) -> None:
 
 
 def _up(namespace: str, interface: str) -> None:
-    # Without a link-local address it sends nothing by itself that would be counted as the job's packets. Two
-    # commands, because a single one would bring it up first.
+    # Without a link-local address the interface sends no packets of its own, which would be counted as the job's. Two
+    # commands, since a single one would bring it up first.
     _ip("-n", namespace, "link", "set", interface, "addrgenmode", "none")
     _ip("-n", namespace, "link", "set", interface, "up")
 
@@ -352,7 +358,7 @@ def _tc(*arguments: str) -> str:
 
 
 def _run(command: Sequence[str]) -> str:
-    # In a session of its own, Ctrl-C at the terminal cannot cut a command short and leave half its work.
+    # In a session of its own: Ctrl-C at the terminal cannot interrupt a command halfway.
     done = subprocess.run(
         command,
         capture_output=True,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks of one node, in torchrun's place: `node.py NODE_RANK RANKS_PER_NODE ADDRESS PORT [-m] SCRIPT ARGS...`.
+"""Starts the ranks of one node, as torchrun does: `node.py NODE_RANK RANKS_PER_NODE ADDRESS PORT [-m] SCRIPT ARGS...`.
 
-They are forked from a process that has loaded torch: that takes seconds of a processor, and nodes share processors.
-They find torchrun's variables, and its store at ADDRESS. Exits when a rank fails, and does not stop the others.
+The ranks are forked from a process that has loaded torch, because loading it takes seconds and the nodes share the
+processors. They get torchrun's variables, and its store at ADDRESS. Exits when a rank fails; the others keep running.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import time
 
 
 def start(node_rank: int, ranks_per_node: list[int], address: str, port: int, command: list[str]) -> int:
-    """Start the ranks and wait for all; return the exit status of the first that failed, as a shell has it."""
+    """Start the ranks and wait for all. Return the exit status of the first that failed, in a shell's form."""
     import torch.distributed as dist
 
     first, count, total = sum(ranks_per_node[:node_rank]), ranks_per_node[node_rank], str(sum(ranks_per_node))
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun does, and all that follows
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun sets it, like the variables below
     os.environ.update(TORCHELASTIC_RESTART_COUNT="0", TORCHELASTIC_MAX_RESTARTS="0", TORCHELASTIC_RUN_ID="none")
     os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", MASTER_ADDR=address, MASTER_PORT=str(port))
     os.environ.update(WORLD_SIZE=total, ROLE_WORLD_SIZE=total, ROLE_NAME="default")
     os.environ.update(GROUP_RANK=str(node_rank), GROUP_WORLD_SIZE=str(len(ranks_per_node)), LOCAL_WORLD_SIZE=str(count))
-    gc.freeze()  # else a rank looks through all that is loaded when it exits, and copies every page
+    gc.freeze()  # otherwise a rank scans all loaded objects when it exits, and copies every page
     ranks: dict[int, int] = {}
     for place in range(count):
         if (pid := os.fork()) == 0:
@@ -32,7 +32,7 @@ def start(node_rank: int, ranks_per_node: list[int], address: str, port: int, co
             _run(command)
             return 0
         ranks[pid] = first + place
-    # Only now: threads do not come through a fork.
+    # After the fork, which copies no threads.
     store = dist.TCPStore(address, port, is_master=node_rank == 0, wait_for_workers=False)
     while ranks:
         pid, status = os.wait()
@@ -47,7 +47,7 @@ def start(node_rank: int, ranks_per_node: list[int], address: str, port: int, co
 
 
 def _run(command: list[str]) -> None:
-    """Run the command in this process, as `python` would in its own."""
+    """Run the command in this process, as `python` would."""
     module = command[0] == "-m"
     sys.path[0] = os.getcwd() if module else os.path.dirname(os.path.realpath(command[0]))
     sys.argv = command[module:]

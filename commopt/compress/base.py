@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from commopt.concise_repr import ConciseRepr
-from commopt.kernels.codec import Codec, ErrorFeedback, RngKey
+from commopt.kernels.codec import Codec, Encoding
 
 T = TypeVar("T")
 CodingWork = Literal["encode", "decode", "recode"]
@@ -23,11 +23,13 @@ _RUN_NUMEL = 4096
 
 
 @dataclass(frozen=True)
-class Trials(Generic[T]):
-    """What a tuner may try of one kind of compression.
+class Candidates(Generic[T]):
+    """The strengths of one family of compression that a tuner may try.
 
-    family: its name in `auto(allow=...)`. strengths: the weakest first. usual: the place of the one whose error is the
-    limit where the user gives none. feedback: whether a compressor's residuals are kept.
+    family: its name in `auto(allow=...)`.
+    strengths: the weakest first.
+    usual: the place of the one to try if how well they learn was not measured.
+    feedback: whether a compressor's residuals are kept.
     """
 
     family: str
@@ -37,8 +39,12 @@ class Trials(Generic[T]):
 
 
 @dataclass(frozen=True)
-class Passes:
-    """What some work takes on a GPU: bytes of memory that it moves for each value, and kernels that it launches."""
+class KernelCost:
+    """The cost of some work on a GPU.
+
+    nbytes: memory traffic, in bytes for each value.
+    kernels: number of launches.
+    """
 
     nbytes: float
     kernels: int
@@ -57,18 +63,10 @@ class Compressor(ConciseRepr, ABC):
         """Return the exact bytes of one row, a multiple of 16."""
 
     @abstractmethod
-    def compress(
-        self,
-        values: Tensor,
-        payload: Tensor,
-        chunk_numel: int,
-        scale: float,
-        carry: ErrorFeedback | None = None,
-        rng: RngKey = RngKey(),
-    ) -> None:
+    def compress(self, values: Tensor, payload: Tensor, encoding: Encoding) -> None:
         """Encode p = `scale * values` (1-D, floating) into the rows of `payload`; elements past the end count as zero.
 
-        With a carry (of as many elements as values), p = scale * values + decay * loss_scale * old, and
+        With a residual (of as many elements as values), p = scale * values + decay * loss_scale * old, and
         new = (p - decoded p) / loss_scale. A non-finite p is non-finite when decoded (`nan_reach`), and `finite` false.
         """
 
@@ -76,7 +74,7 @@ class Compressor(ConciseRepr, ABC):
     def decompress(self, payload: Tensor, values: Tensor, chunk_numel: int) -> None:
         """Decode the rows of `payload` into `values` (1-D, any floating dtype, at most rows * chunk_numel)."""
 
-    # ------------------------------------------------------------------------- what can be done better
+    # --------------------------------------------------------------- defaults that kernels can do faster
 
     def accumulate(self, payloads: Tensor, total: Tensor) -> None:
         """Set `total` (float32 [chunk_numel]) to the sum of the decoded rows, added in row order.
@@ -89,19 +87,14 @@ class Compressor(ConciseRepr, ABC):
             self.decompress(payloads[number : number + 1], row, total.numel())
             total.add_(row)
 
-    def recompress(
-        self,
-        payloads: Tensor,
-        payload: Tensor,
-        chunk_numel: int,
-        numel: int,
-        carry: ErrorFeedback | None = None,
-        rng: RngKey = RngKey(),
-    ) -> None:
-        """Encode the sum of the rows of `payloads`, whose first `numel` elements are real, into the row `payload`."""
-        total = torch.empty(chunk_numel, dtype=torch.float32, device=payload.device)
+    def recompress(self, payloads: Tensor, payload: Tensor, numel: int, encoding: Encoding) -> None:
+        """Encode the sum of the rows of `payloads`, whose first `numel` elements are real, into the row `payload`.
+
+        The sum is not scaled: `encoding.scale` is 1.
+        """
+        total = torch.empty(encoding.chunk_numel, dtype=torch.float32, device=payload.device)
         self.accumulate(payloads, total)
-        self.compress(total[:numel], payload, chunk_numel, 1.0, carry, rng)
+        self.compress(total[:numel], payload, encoding)
 
     def finite(self, payload: Tensor, chunk_numel: int) -> Tensor:
         """Return whether everything in the rows of `payload` decodes to finite values: bool, 0-d, on its device."""
@@ -109,7 +102,7 @@ class Compressor(ConciseRepr, ABC):
         self.decompress(payload, values, chunk_numel)
         return values.isfinite().all()
 
-    # --------------------------------------------------------------------------------- what it is like
+    # ---------------------------------------------------------------------------------- its properties
 
     @property
     def granularity(self) -> int:
@@ -144,7 +137,7 @@ class Compressor(ConciseRepr, ABC):
     def codec_without_zero(self) -> Codec | None:
         """The codec of its payload where that has no value for zero, but a sign bit; None where zeros stay zeros.
 
-        An aggregator then keeps apart what no rank has ever touched.
+        An aggregator then decodes the elements that no rank has ever touched to zero itself.
         """
         return None
 
@@ -152,7 +145,7 @@ class Compressor(ConciseRepr, ABC):
         """Return whether parameters of this shape (() when unknown) are worth compressing at all."""
         return True
 
-    # -------------------------------------------------------------------- what happens before encoding
+    # ------------------------------------------------------------------------------------------ warm-up
 
     @property
     def start_step(self) -> int:
@@ -167,27 +160,27 @@ class Compressor(ConciseRepr, ABC):
         """Return the first of the neighbouring steps at which the same compressor is in force as at `step`."""
         return self.start_step if step >= self.start_step else 0
 
-    # ------------------------------------------------------------- what the tuner and the simulator ask
+    # ---------------------------------------------------------------------- for the tuner and simulator
 
     @classmethod
-    def trials(cls) -> Trials[Compressor] | None:
-        """Return what a tuner may try; by default the defaults, under the lower-case name of the class."""
+    def candidates(cls) -> Candidates[Compressor] | None:
+        """Return the strengths a tuner may try; by default the class with its defaults, under its lower-case name."""
         made: Any = cls
         needed = [field for field in fields(made) if field.default is field.default_factory is MISSING]
-        return None if needed else Trials(cls.__name__.lower(), (made(),))
+        return None if needed else Candidates(cls.__name__.lower(), (made(),))
 
-    def passes(self, ranks: int) -> dict[CodingWork, Passes]:
-        """Return what its work takes, with residuals; one kernel each by default. ranks: rows of a sum."""
+    def kernel_costs(self, ranks: int) -> dict[CodingWork, KernelCost]:
+        """Return the cost of its work, with residuals; one kernel each by default. ranks: rows of a sum."""
         wire = self.payload_nbytes(2**20) / 2**20
         value, residuals = 4, 2 * 4
         return {
-            "encode": Passes(value + residuals + wire, 1),
-            "decode": Passes(wire + value, 1),
-            "recode": Passes(wire + (residuals + wire) / ranks, 1),  # the sum never leaves the registers
+            "encode": KernelCost(value + residuals + wire, 1),
+            "decode": KernelCost(wire + value, 1),
+            "recode": KernelCost(wire + (residuals + wire) / ranks, 1),  # the sum never leaves the registers
         }
 
     def squared_error(self, values: Tensor) -> float:
-        """Return the squared L2 norm of what one encoding of a parameter's `values` (1-D) leaves out, without feedback.
+        """Return the squared L2 norm of the error of one encoding of a parameter's `values` (1-D), without feedback.
 
         Measured on up to 65,536 of them: 16 runs of whole blocks, evenly spread. inf where they decode to no number.
         """
@@ -200,7 +193,7 @@ class Compressor(ConciseRepr, ABC):
         chunk_numel = ceil(values.numel() / step) * step
         payload = torch.empty(1, self.payload_nbytes(chunk_numel), dtype=torch.uint8, device=values.device)
         decoded = torch.empty_like(values)
-        self.compress(values, payload, chunk_numel, 1.0)
+        self.compress(values, payload, Encoding(chunk_numel))
         self.decompress(payload, decoded, chunk_numel)
         error = float(torch.linalg.vector_norm(values - decoded, dtype=torch.float64)) ** 2
         return error * numel / max(values.numel(), 1) if isfinite(error) else inf

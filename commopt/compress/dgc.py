@@ -9,26 +9,26 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from commopt.compress.base import CodingWork, Compressor, Passes, Trials
+from commopt.compress.base import Candidates, CodingWork, Compressor, KernelCost
 from commopt.compress.quantize import check_choice
 from commopt.errors import ConfigurationError
 from commopt.kernels import sparse
-from commopt.kernels.codec import ErrorFeedback, RngKey
+from commopt.kernels.codec import Encoding
 from commopt.kernels.sparse import SparseRow
 
 
 @dataclass(frozen=True, repr=False)
 class DGC(Compressor):
-    """Send the largest elements of each gradient, and keep the others for later (arXiv 1712.01887).
+    """Send the largest elements of each gradient, and keep the others in the residual (arXiv 1712.01887).
 
     This is top-k with error feedback and the paper's warm-up, and goes with any optimizer. The paper's momentum on each
-    rank is left out: trainings learned no better with it than with the optimizer's.
+    rank is not implemented: trainings learned no better with it than with the optimizer's.
 
     density: the share of elements that is sent, in (0, 1]; of a chunk of n elements exactly ceil(density n),
     min_elements: but no fewer than this, which is for chunks so small that a message takes as long as an empty one.
     warmup: (steps, density) one after the other before `density` is in force; ((100, 0.25), (100, 0.0625)) for 200.
     value_dtype: how values travel: torch.bfloat16, torch.float16 (more exact, but inf above 65504, loss scale
-        included), or torch.float32. What rounding takes away is kept for later too.
+        included), or torch.float32. The residual gets what rounding takes away, too.
 
     Tensors of one dimension travel dense. Raises ConfigurationError.
     """
@@ -47,7 +47,7 @@ class DGC(Compressor):
             raise ConfigurationError(f"DGC(min_elements={self.min_elements!r}) must be a whole number from 1 on")
         object.__setattr__(self, "warmup", _checked_warmup(self.warmup))
 
-    # ---------------------------------------------------------------------------------- what is done when
+    # ------------------------------------------------------------------------------------------ warm-up
 
     @property
     def start_step(self) -> int:
@@ -86,17 +86,9 @@ class DGC(Compressor):
         """Return the bytes of so many values and their places."""
         return self._row(chunk_numel).nbytes
 
-    def compress(
-        self,
-        values: Tensor,
-        payload: Tensor,
-        chunk_numel: int,
-        scale: float,
-        carry: ErrorFeedback | None = None,
-        rng: RngKey = RngKey(),
-    ) -> None:
+    def compress(self, values: Tensor, payload: Tensor, encoding: Encoding) -> None:
         """Choose the largest, as kernels.sparse.select says."""
-        sparse.select(self._row(chunk_numel), values, payload, scale, carry)
+        sparse.select(self._row(encoding.chunk_numel), values, payload, encoding.scale, encoding.residual)
 
     def decompress(self, payload: Tensor, values: Tensor, chunk_numel: int) -> None:
         """Put the values in their places, zeros elsewhere."""
@@ -110,23 +102,23 @@ class DGC(Compressor):
         """Look at the values."""
         return sparse.finite(self._row(chunk_numel), payload)
 
-    # ------------------------------------------------------------- what the tuner and the simulator ask
+    # ---------------------------------------------------------------------- for the tuner and simulator
 
     @classmethod
-    def trials(cls) -> Trials[Compressor]:
-        """Return 5, 1 and 0.1 % of the elements; what 1 % leaves out is the usual limit."""
-        return Trials("dgc", tuple(cls(density) for density in (0.05, 0.01, 0.001)), usual=1)
+    def candidates(cls) -> Candidates[Compressor]:
+        """Return 5, 1 and 0.1 % of the elements; the error of 1 % is the usual limit."""
+        return Candidates("dgc", tuple(cls(density) for density in (0.05, 0.01, 0.001)), usual=1)
 
-    def passes(self, ranks: int) -> dict[CodingWork, Passes]:
-        """Return what its work takes: values and residual in, p out and read again; the selected few hardly count."""
+    def kernel_costs(self, ranks: int) -> dict[CodingWork, KernelCost]:
+        """Return the cost of its work: values and residual in, p out and read again; the selected few hardly count."""
         value, wire = 4, self.payload_nbytes(2**20) / 2**20
-        encode = Passes(4 * value + wire, 9)
+        encode = KernelCost(4 * value + wire, 9)
         # A message to all is decoded with those of all ranks into one result.
-        decode = Passes(wire + value / ranks, 1)
-        return {"encode": encode, "decode": decode, "recode": Passes(wire + (value + encode.nbytes) / ranks, 10)}
+        decode = KernelCost(wire + value / ranks, 1)
+        return {"encode": encode, "decode": decode, "recode": KernelCost(wire + (value + encode.nbytes) / ranks, 10)}
 
     def squared_error(self, values: Tensor) -> float:
-        """Return what is left out of a parameter of a long message: min_elements are of all of that."""
+        """Return the error for a parameter of a long message: min_elements count for the whole message."""
         alone = DGC(self.density, value_dtype=self.value_dtype)
         return super(DGC, alone).squared_error(values)
 

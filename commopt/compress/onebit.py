@@ -15,7 +15,7 @@ from commopt.kernels.codec import Codec
 class OneBit(Blockwise):
     """Send signs and a magnitude per block, as 1-bit Adam does (arXiv 2102.02888).
 
-    Two thirds of a gradient's norm are lost in one step, so feedback is not optional, and a dense start is advised.
+    One step misses two thirds of a gradient's norm, so feedback is not optional, and a dense start is advised.
     Tensors of one dimension travel dense: a bias is not of the magnitude of the weights beside it, which shows.
 
     block: elements that share a magnitude of 4 bytes; a multiple of 64.

@@ -4,19 +4,19 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from commopt.compress.base import CodingWork, Compressor, Passes, Trials
+from commopt.compress.base import Candidates, CodingWork, Compressor, KernelCost
 from commopt.compress.quantize import check_choice
 from commopt.errors import ConfigurationError
-from commopt.kernels.codec import ErrorFeedback, RngKey
+from commopt.kernels.codec import Encoding
 from commopt.kernels.loader import cpu_kernels
-from commopt.kernels.residual import round_with_carry
+from commopt.kernels.residual import round_with_residual
 
 _ROW_ALIGNMENT = 16
 
@@ -47,26 +47,20 @@ class Plain(Compressor):
         """Return the bytes of the numbers."""
         return chunk_numel * self.wire_dtype.itemsize
 
-    def compress(
-        self,
-        values: Tensor,
-        payload: Tensor,
-        chunk_numel: int,
-        scale: float,
-        carry: ErrorFeedback | None = None,
-        rng: RngKey = RngKey(),
-    ) -> None:
+    def compress(self, values: Tensor, payload: Tensor, encoding: Encoding) -> None:
         """Round every element."""
-        begin = 0
+        begin, scale, residual = 0, encoding.scale, encoding.residual
         for row in self._rows(payload):
             end = min(begin + row.numel(), values.numel())
-            own = carry and replace(carry, old=carry.old[begin:end], new=carry.new[begin:end])
+            own = None if residual is None else residual.cut(begin, end)
             if self.stochastic:
                 from commopt.kernels import quantize  # few need it
 
-                quantize.round_stochastically(values[begin:end], row[: end - begin], scale, own, rng, begin)
+                quantize.round_stochastically(
+                    values[begin:end], row[: end - begin], scale, own, encoding.rng_key, begin
+                )
             else:
-                round_with_carry(values[begin:end], row[: end - begin], scale, own)
+                round_with_residual(values[begin:end], row[: end - begin], scale, own)
             row[end - begin :].zero_()
             begin = end
 
@@ -96,13 +90,13 @@ class Plain(Compressor):
             return torch.ones((), dtype=torch.bool, device=payload.device)
         return torch.stack(payload.view(self.wire_dtype).aminmax()).isfinite().all()
 
-    def passes(self, ranks: int) -> dict[CodingWork, Passes]:
-        """Return what its work takes; a sum is kept in memory while the rows are added to it, one after the other."""
+    def kernel_costs(self, ranks: int) -> dict[CodingWork, KernelCost]:
+        """Return the cost of its work; a sum stays in memory while the rows are added to it, one after the other."""
         value, wire = 4, self.wire_dtype.itemsize
         return {
-            "encode": Passes(value + wire, 1),
-            "decode": Passes(wire + value, 1),
-            "recode": Passes(wire + 2 * value, ranks + 1),
+            "encode": KernelCost(value + wire, 1),
+            "decode": KernelCost(wire + value, 1),
+            "recode": KernelCost(wire + 2 * value, ranks + 1),
         }
 
     def _rows(self, payload: Tensor) -> list[Tensor]:
@@ -152,14 +146,14 @@ class Cast(Plain):
         return super().error_bound * (2 if self.stochastic else 1)
 
     @classmethod
-    def trials(cls) -> Trials[Compressor]:
+    def candidates(cls) -> Candidates[Compressor]:
         """Return bfloat16, which needs no residuals."""
-        return Trials("bf16", (cls(torch.bfloat16),), feedback=False)
+        return Candidates("bf16", (cls(torch.bfloat16),), feedback=False)
 
 
 @dataclass(frozen=True, repr=False)
 class Exact(Plain):
-    """Send float32: aggregators use it for dense tensors beside compressed ones. It leaves nothing to a carry."""
+    """Send float32: aggregators use it for dense tensors beside compressed ones. Its residual is always zero."""
 
     exact: ClassVar[bool] = True
 

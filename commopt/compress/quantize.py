@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A few bits per element and a scale for each block: what block compressors share, and 8, 4 or 2 bits."""
+"""A few bits per element and a scale for each block: the base of block compressors, and 8, 4 or 2 bits."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Literal
 
 from torch import Tensor
 
-from commopt.compress.base import Compressor, Trials
+from commopt.compress.base import Candidates, Compressor
 from commopt.errors import ConfigurationError, did_you_mean
 from commopt.kernels import quantize
-from commopt.kernels.codec import Codec, CodecName, ErrorFeedback, RngKey
+from commopt.kernels.codec import Codec, CodecName, Encoding
 
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 64, 4096
-# To AdamW small gradients matter as much as large ones. With 2 bits they come out as noise beside larger ones, which is
-# what longer blocks save too little for.
+# To AdamW small gradients matter as much as large ones. With 2 bits they come out as noise beside larger ones: longer
+# blocks would save too few bytes for that.
 _BLOCK = {8: 512, 4: 512, 2: 64}
 _NONUNIFORM: dict[int, CodecName] = {4: "companded", 2: "centroids"}
 
@@ -28,7 +28,7 @@ class Blockwise(Compressor):
     @property
     @abstractmethod
     def codec(self) -> Codec:
-        """What the kernels are told."""
+        """The codec of the kernels."""
 
     @property
     def granularity(self) -> int:
@@ -37,7 +37,7 @@ class Blockwise(Compressor):
 
     @property
     def error_bound(self) -> float:
-        """That of the codec, as a share of the block's largest element."""
+        """The error bound of the codec, as a share of the block's largest element."""
         return self.codec.error_bound
 
     @property
@@ -49,17 +49,9 @@ class Blockwise(Compressor):
         """Return the bytes of codes and scales."""
         return self.codec.payload_nbytes(chunk_numel)
 
-    def compress(
-        self,
-        values: Tensor,
-        payload: Tensor,
-        chunk_numel: int,
-        scale: float,
-        carry: ErrorFeedback | None = None,
-        rng: RngKey = RngKey(),
-    ) -> None:
+    def compress(self, values: Tensor, payload: Tensor, encoding: Encoding) -> None:
         """Encode block by block."""
-        quantize.encode(self.codec, values, payload, chunk_numel, scale, carry, rng)
+        quantize.encode(self.codec, values, payload, encoding)
 
     def decompress(self, payload: Tensor, values: Tensor, chunk_numel: int) -> None:
         """Decode block by block."""
@@ -69,17 +61,9 @@ class Blockwise(Compressor):
         """Decode and add in one pass."""
         quantize.accumulate(self.codec, payloads, total)
 
-    def recompress(
-        self,
-        payloads: Tensor,
-        payload: Tensor,
-        chunk_numel: int,
-        numel: int,
-        carry: ErrorFeedback | None = None,
-        rng: RngKey = RngKey(),
-    ) -> None:
+    def recompress(self, payloads: Tensor, payload: Tensor, numel: int, encoding: Encoding) -> None:
         """Encode the sum, which never leaves the kernel."""
-        quantize.recode(self.codec, payloads, payload, chunk_numel, numel, carry, rng)
+        quantize.recode(self.codec, payloads, payload, numel, encoding)
 
     def finite(self, payload: Tensor, chunk_numel: int) -> Tensor:
         """Look at the scales."""
@@ -159,6 +143,6 @@ class Quantize(Blockwise):
         return Codec(_NONUNIFORM[self.bits], self.bits, block)
 
     @classmethod
-    def trials(cls) -> Trials[Compressor]:
-        """Return 8, 4 and 2 bits; what 4 bits leave out is the usual limit."""
-        return Trials("quantized", tuple(cls(bits) for bits in (8, 4, 2)), usual=1)
+    def candidates(cls) -> Candidates[Compressor]:
+        """Return 8, 4 and 2 bits; the error of 4 bits is the usual limit."""
+        return Candidates("quantized", tuple(cls(bits) for bits in (8, 4, 2)), usual=1)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What messages cost: curves fitted to measurements, the table of all links, and the price of every aggregator."""
 
-from commopt.cost.curve import Curve, Point, Segment
-from commopt.cost.links import PRIMITIVES, Header, Link, LinkKey, Links, WorkKey, ring
+from commopt.cost.curve import Curve, LineSegment, Point
+from commopt.cost.links import PRIMITIVES, LinkCost, LinkKey, Links, LinksHeader, WorkKey, ring
 from commopt.cost.nominal import Speeds, nominal_links, tree_us
 from commopt.cost.pricing import Cost, Pricing, cost, price
 
@@ -10,13 +10,13 @@ __all__ = [
     "PRIMITIVES",
     "Cost",
     "Curve",
-    "Header",
-    "Link",
+    "LineSegment",
+    "LinkCost",
     "LinkKey",
     "Links",
+    "LinksHeader",
     "Point",
     "Pricing",
-    "Segment",
     "Speeds",
     "WorkKey",
     "cost",

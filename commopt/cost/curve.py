@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a message of so many bytes costs: latency and bandwidth, piece by piece, fitted to measurements."""
+"""The cost of a message by its length: latency and bandwidth, segment by segment, fitted to measurements."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _MOST_SEGMENTS = 3
 _FEWEST_POINTS = 3  # of a segment, when there are several: two would be fitted exactly, noise and all
 _WORSE = 1.25  # how much worse the error of fewer segments may be
 _NEGLIGIBLE = 0.005  # relative error that no further segment is needed for
-_REACH = 4.0  # how far beyond the largest measured message a curve is to be believed
+_REACH = 4.0  # how far a curve is trusted, over the largest measured message
 
 
 @dataclass(frozen=True)
-class Segment:
-    """Messages of `from_nbytes` and more, up to the next segment: alpha_us + beta_us_per_byte * nbytes."""
+class LineSegment:
+    """The time of messages of `from_nbytes` and more, up to the next segment: alpha_us + beta_us_per_byte * nbytes."""
 
     from_nbytes: float
     alpha_us: float
@@ -41,11 +41,12 @@ class Segment:
 class Curve:
     """Time against bytes, in 1 to 3 segments; a larger message never costs less.
 
-    points: what was measured, by increasing bytes; none for a curve that was not. note: how the curve differs from
-    what was requested, "" when it does not.
+    segments: by increasing bytes.
+    points: the measurements, by increasing bytes; none for a curve that was not measured.
+    note: the difference from the curve that was requested, "" if there is none.
     """
 
-    segments: tuple[Segment, ...]
+    segments: tuple[LineSegment, ...]
     points: tuple[Point, ...] = ()
     note: str = ""
 
@@ -63,7 +64,7 @@ class Curve:
     @classmethod
     def linear(cls, alpha_us: float, beta_us_per_byte: float) -> Curve:
         """Return the curve of one latency and one bandwidth."""
-        return cls((Segment(0.0, alpha_us, beta_us_per_byte),))
+        return cls((LineSegment(0.0, alpha_us, beta_us_per_byte),))
 
     @classmethod
     def fit(cls, points: Iterable[Point]) -> Curve:
@@ -89,7 +90,7 @@ class Curve:
         return next(curve for curve in best if curve._deviation <= max(_WORSE * least, _NEGLIGIBLE))
 
     def time_us(self, nbytes: float) -> float:
-        """Return what a message costs; nothing costs nothing."""
+        """Return the time of a message; 0 for an empty one."""
         if nbytes <= 0:
             return 0.0
         time_us = 0.0
@@ -126,7 +127,7 @@ class Curve:
     def scaled(self, alpha_factor: float, beta_factor: float, note: str) -> Curve:
         """Return the curve of a like operation with other latency and bandwidth."""
         segments = tuple(
-            Segment(each.from_nbytes, each.alpha_us * alpha_factor, each.beta_us_per_byte * beta_factor)
+            LineSegment(each.from_nbytes, each.alpha_us * alpha_factor, each.beta_us_per_byte * beta_factor)
             for each in self.segments
         )
         like = Curve(segments)
@@ -156,7 +157,7 @@ def _checked(points: tuple[Point, ...]) -> None:
         raise ConfigurationError("points must come by increasing bytes, each size once")
 
 
-def _choices(points: tuple[Point, ...]) -> Iterator[list[tuple[Segment, ...]]]:
+def _choices(points: tuple[Point, ...]) -> Iterator[list[tuple[LineSegment, ...]]]:
     """Yield all ways to cut the points into one segment, into two, into three, as far as there are points for it."""
     lines = {
         (first, last): _line(points[first:last])
@@ -171,7 +172,7 @@ def _choices(points: tuple[Point, ...]) -> Iterator[list[tuple[Segment, ...]]]:
             yield choices
 
 
-def _joined(points: tuple[Point, ...], cut: list[tuple[int, int]], lines: list[Segment]) -> tuple[Segment, ...]:
+def _joined(points: tuple[Point, ...], cut: list[tuple[int, int]], lines: list[LineSegment]) -> tuple[LineSegment, ...]:
     """Let each line begin where it meets the one before, if that is between the points of the two."""
     found = [lines[0]]
     for (first, _), line in zip(cut[1:], lines[1:], strict=True):
@@ -187,13 +188,13 @@ def _joined(points: tuple[Point, ...], cut: list[tuple[int, int]], lines: list[S
     return tuple(found)
 
 
-def _line(points: tuple[Point, ...]) -> Segment:
+def _line(points: tuple[Point, ...]) -> LineSegment:
     """Return the line of alpha, beta >= 0 that minimizes the sum of squares of (alpha + beta n) / t - 1."""
     sizes, times = np.array(points).T
     rows = np.stack([np.ones(len(sizes)), sizes / sizes[-1]], axis=1) / times[:, None]
 
     def fitted(columns: list[int]) -> tuple[float, float, float]:
-        """Return what is left, and the line, where only these columns may count."""
+        """Return the remaining error, and the line, if only these columns may count."""
         line = np.zeros(2)
         line[columns] = np.linalg.lstsq(rows[:, columns], np.ones(len(rows)), rcond=None)[0]
         return float(((rows @ line - 1) ** 2).sum()), float(line[0]), float(line[1] / sizes[-1])
@@ -201,4 +202,4 @@ def _line(points: tuple[Point, ...]) -> Segment:
     _, *free = fitted([0, 1])
     if min(free) < 0:
         _, *free = min(fitted([0]), fitted([1]))
-    return Segment(0.0, *free)
+    return LineSegment(0.0, *free)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the links of a cluster and the work on a rank cost: a table of curves, measured or nominal, and its file."""
+"""The costs of a cluster's links and of work on a rank: a table of curves, measured or nominal, and its file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from math import isnan, log
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from commopt.cost.curve import Curve, Segment
+from commopt.cost.curve import Curve, LineSegment
 from commopt.document import load, one_line_each, read_as, read_text
 from commopt.errors import ConfigurationError
 
@@ -17,8 +17,8 @@ FORMAT = 1
 PRIMITIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "reduce", "broadcast")
 
 
-class Link(NamedTuple):
-    """Microseconds per message and per byte."""
+class LinkCost(NamedTuple):
+    """The cost of a link: microseconds per message and per byte."""
 
     alpha_us: float
     beta_us_per_byte: float
@@ -30,13 +30,13 @@ class Ring(NamedTuple):
     steps: int
     volume: float
 
-    def time_us(self, nbytes: float, link: Link) -> float:
-        """Return what it costs."""
+    def time_us(self, nbytes: float, link: LinkCost) -> float:
+        """Return its time."""
         return self.steps * link.alpha_us + self.volume * nbytes * link.beta_us_per_byte
 
 
 def ring(primitive: str, ranks: int) -> Ring:
-    """Return what a collective takes in the algorithm for large messages; bytes as `WireModel` counts them.
+    """Return the steps and the volume of a collective in the algorithm for large messages; bytes as in `WireModel`.
 
     Rings (Patarasuk and Yuan 2009): reduce_scatter and all_gather P - 1 steps, all_reduce both; reduce is a
     reduce_scatter whose blocks the root collects. all_to_all: direct sends. broadcast: a binomial tree.
@@ -64,15 +64,26 @@ class LinkKey(NamedTuple):
 
 
 class WorkKey(NamedTuple):
-    """Work of one rank by itself: kind and what as in `aggregate.Work`."""
+    """Work of one rank by itself: kind and what as in `aggregate.LocalWork`."""
 
     kind: str
     what: str = ""
 
 
 @dataclass(frozen=True)
-class Header:
-    """Where the figures come from. nodes: ranks on each node; hosts: one name for each node; commopt: its version."""
+class LinksHeader:
+    """The source of the figures.
+
+    date: in ISO format.
+    hosts: one name for each node.
+    nodes: ranks on each node.
+    backend: of torch.distributed.
+    device: its name.
+    torch: its version.
+    command: that measured.
+    commopt: its version.
+    revision: of commopt.
+    """
 
     date: str = ""
     hosts: tuple[str, ...] = ()
@@ -87,12 +98,15 @@ class Header:
 
 @dataclass(frozen=True)
 class Links:
-    """Curves of links, whose bytes are those that `WireModel`'s method of that name counts, and of work (dense bytes).
+    """The costs of a cluster.
 
-    nominal: nothing was measured; the figures are line rates.
+    header: their source.
+    curves: of collectives; bytes as `WireModel`'s method of the primitive's name counts them.
+    work: curves of work on a rank, by dense bytes.
+    nominal: whether the figures are line rates, and nothing was measured.
     """
 
-    header: Header
+    header: LinksHeader
     curves: Mapping[LinkKey, Curve]
     work: Mapping[WorkKey, Curve] = field(default_factory=dict)
     nominal: bool = False
@@ -100,8 +114,8 @@ class Links:
     def curve(self, level: str, primitive: str, ranks: int, groups: int = 1) -> Curve:
         """Return the curve of a collective over `ranks` ranks while `groups` groups of the level run it at once.
 
-        What was not measured is taken from the nearest number of groups, then from the nearest number of ranks by the
-        ring's formula; the curve's note says so. Raises ConfigurationError when there is nothing to go by.
+        Without a measurement it is the curve of the nearest number of ranks, scaled by the ring's formula, then of the
+        nearest number of groups; its note says so. Raises ConfigurationError if there is no curve of this collective.
         """
         exact = self.curves.get(LinkKey(level, primitive, ranks, groups))
         if exact is not None:
@@ -144,16 +158,16 @@ class Links:
 
     @classmethod
     def load(cls, path: str | Path) -> Links:
-        """Read what `save` wrote. Raises ConfigurationError, naming what is wrong, for anything else."""
+        """Read a file of `save`. Raises ConfigurationError, naming the fault, for anything else."""
         return cls.read(read_text(path), str(path))
 
     @classmethod
     def read(cls, text: str, name: str) -> Links:
-        """Read what `as_text` returned, as `load` does. name: of where it comes from."""
+        """Read a text of `as_text`, as `load` does. name: its source, for messages."""
         try:
             content = load(text, "the file", FORMAT)
             nominal: bool = read_as(bool, content.get("nominal"), "nominal")
-            header: Header = read_as(Header, content.get("header"), "header")
+            header: LinksHeader = read_as(LinksHeader, content.get("header"), "header")
             curves = _table(LinkKey, content, "links")
             for key in curves:
                 if key.primitive not in PRIMITIVES or key.ranks < 2 or key.groups < 1:
@@ -184,7 +198,7 @@ def _table(kind: Any, content: Mapping[str, Any], name: str) -> dict[Any, Curve]
         try:
             if key in found:
                 raise ConfigurationError(f"there are figures for {tuple(key)} already")
-            found[key] = Curve(tuple(Segment(*each) for each in entry.segments), entry.points, entry.note)
+            found[key] = Curve(tuple(LineSegment(*each) for each in entry.segments), entry.points, entry.note)
         except ConfigurationError as error:
             raise ConfigurationError(f"{where}: {error}") from None
     return found

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Links from advertised line rates, without derating, and the closed forms of what an all_reduce costs on them.
+"""Links from advertised line rates, without derating, and closed forms of the cost of an all_reduce on them.
 
 nbytes is the gradient on each rank (S), `ranks` P, in a hierarchy `per_node` L on each of `nodes` N. `intra` is the
 link between two ranks of a node, `inter` the one to other nodes. docs/cost.md has them in a table.
@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from math import isfinite, log2
 
 from commopt.cost.curve import Curve
-from commopt.cost.links import PRIMITIVES, Header, Link, LinkKey, Links, ring
+from commopt.cost.links import PRIMITIVES, LinkCost, LinkKey, Links, LinksHeader, ring
 from commopt.errors import ConfigurationError
 from commopt.groups import TeamShape
 
@@ -24,8 +24,11 @@ _TREE_EFFICIENCY = 0.78  # of NCCL's double binary tree, against a ring on large
 class Speeds:
     """Line rates in one direction, and the time of a step of a collective.
 
-    nic_gbps: what a node sends with all its ports, in Gb/s. nics: their number; one rank by itself uses one.
-    intra_gb_per_s: what a rank sends another one of its node, in GB/s.
+    nic_gbps: of a node with all its ports, in Gb/s.
+    intra_gb_per_s: from a rank to another one of its node, in GB/s.
+    nics: ports of a node; one rank by itself uses one.
+    inter_latency_us: of a step between nodes.
+    intra_latency_us: of a step inside a node.
     """
 
     nic_gbps: float
@@ -41,22 +44,22 @@ class Speeds:
                 raise ConfigurationError(f"Speeds({name}={value!r}) must be a finite number, {least}")
 
     @property
-    def intra(self) -> Link:
-        """Between two ranks of a node."""
-        return Link(self.intra_latency_us, 1e-3 / self.intra_gb_per_s)
+    def intra(self) -> LinkCost:
+        """The link between two ranks of a node."""
+        return LinkCost(self.intra_latency_us, 1e-3 / self.intra_gb_per_s)
 
-    def inter(self, groups: int) -> Link:
-        """Between nodes, for each of `groups` ranks of a node that send at once: a port, or a share of all."""
+    def inter(self, groups: int) -> LinkCost:
+        """Return the link to other nodes for each of `groups` ranks that send at once: a port, or a share of all."""
         gbps = self.nic_gbps / max(groups, self.nics)
-        return Link(self.inter_latency_us, _US_PER_BYTE_AT_1_GBPS / gbps)
+        return LinkCost(self.inter_latency_us, _US_PER_BYTE_AT_1_GBPS / gbps)
 
     @property
-    def node(self) -> Link:
-        """Between nodes, for a whole node."""
+    def node(self) -> LinkCost:
+        """The link between nodes, for a whole node."""
         return replace(self, nics=1).inter(1)
 
 
-def tree_us(nbytes: float, nodes: int, per_node: int, intra: Link, inter: Link) -> float:
+def tree_us(nbytes: float, nodes: int, per_node: int, intra: LinkCost, inter: LinkCost) -> float:
     """2 (log2(N) alpha_n + (L-1) alpha_i) + 2 S beta_n / 0.78: NCCL's double binary tree over chains in the nodes."""
     latency_us = 2 * (log2(nodes) * inter.alpha_us + (per_node - 1) * intra.alpha_us)
     link = inter if nodes > 1 else intra
@@ -65,7 +68,7 @@ def tree_us(nbytes: float, nodes: int, per_node: int, intra: Link, inter: Link) 
 
 def nominal_links(shape: TeamShape, speeds: Speeds) -> Links:
     """Return the links of a cluster at line rate: latency and bandwidth of the ring's formulas, no work."""
-    return Links(Header(nodes=shape.ranks_per_node), dict(_curves(shape.ranks_per_node, speeds)), nominal=True)
+    return Links(LinksHeader(nodes=shape.ranks_per_node), dict(_curves(shape.ranks_per_node, speeds)), nominal=True)
 
 
 def _curves(counts: tuple[int, ...], speeds: Speeds) -> Iterator[tuple[LinkKey, Curve]]:
@@ -80,7 +83,7 @@ def _curves(counts: tuple[int, ...], speeds: Speeds) -> Iterator[tuple[LinkKey, 
             yield LinkKey("inter", primitive, len(counts), groups), _curve(primitive, len(counts), speeds.inter(groups))
 
 
-def _curve(primitive: str, ranks: int, link: Link) -> Curve:
+def _curve(primitive: str, ranks: int, link: LinkCost) -> Curve:
     takes = ring(primitive, ranks)
     return Curve.linear(takes.steps * link.alpha_us, takes.volume * link.beta_us_per_byte)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one all_reduce by an aggregator costs on a cluster of any shape: its calls, priced by the links."""
+"""The cost of one all_reduce by an aggregator on a cluster of any shape: its calls, priced by the links."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from commopt.aggregate import Aggregator, Buffer, Call, Step
+from commopt.aggregate import Action, Aggregator, Buffer, Call
 from commopt.cost.links import Links, WorkKey
 from commopt.feedback import Layout
 from commopt.groups import TeamShape
@@ -22,9 +22,13 @@ Price = Callable[[int], float]
 
 @dataclass(frozen=True)
 class Cost:
-    """`total_us` is what passes until the slowest rank is done, and the sum of its parts.
+    """The time of one all_reduce, and its parts.
 
-    compress_us: work of the ranks themselves. notes: what the figures leave out or assume.
+    total_us: until the slowest rank is done; the sum of the parts.
+    compress_us: work of the ranks themselves.
+    intra_us: collectives inside nodes.
+    inter_us: collectives between nodes.
+    notes: assumptions and omissions of the figures.
     """
 
     total_us: float
@@ -35,7 +39,7 @@ class Cost:
 
 
 def cost(aggregator: Aggregator, layout: Layout | int, dtype: torch.dtype, shape: TeamShape, links: Links) -> Cost:
-    """Return what one all_reduce of a buffer of `layout`, or of so many elements of no model, costs after all warm-up.
+    """Return the cost of one all_reduce after all warm-up: of a buffer of `layout`, or of so many unnamed elements.
 
     Raises ConfigurationError where the aggregator cannot run, or the links lack a collective.
     """
@@ -50,7 +54,7 @@ def price(
     layout: Layout | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Price:
-    """Return what buckets of `dtype` cost by their bytes.
+    """Return the price of buckets of `dtype`, by their bytes.
 
     layout: the whole model's. Where names and shapes matter (PowerSGD, dense patterns), a bucket counts as an equal
     share of everything in it; otherwise only its length does.
@@ -58,12 +62,17 @@ def price(
     return Pricing(aggregator, dtype, shape, links).by_nbytes(layout)
 
 
-Directions = tuple[tuple[Step, ...], tuple[Step, ...], tuple[Step, ...]]
+Directions = tuple[tuple[Action, ...], tuple[Action, ...], tuple[Action, ...]]
 """Up inside the node, across the network, down inside the node."""
 
 
 class _RankClass(NamedTuple):
-    """Ranks, of nodes of equal length, that do the same: how one of them sees the cluster, what they do, how many."""
+    """Ranks that do the same, of nodes of equal length.
+
+    shape: the cluster as one of them sees it.
+    steps: their actions.
+    ranks: their number.
+    """
 
     shape: TeamShape
     steps: Directions
@@ -83,30 +92,30 @@ class Pricing:
         self._curve = cache(links.curve)
 
     def cost(self, layout: Layout) -> Cost:
-        """Return what one all_reduce of a buffer of `layout` costs."""
+        """Return the cost of one all_reduce of a buffer of `layout`."""
         return self._slowest(self._rank_classes(layout), 1.0)
 
     def by_nbytes(self, whole: Layout | None) -> Price:
-        """Return what buckets cost by their bytes; see `price`."""
+        """Return the price of buckets by their bytes; see `price`."""
         if whole is None or whole.numel == 0 or not self._depends_on_names(whole):
             return lambda nbytes: self.cost(Layout.anonymous(ceil(nbytes / self._dtype.itemsize))).total_us
         classes, whole_nbytes = self._rank_classes(whole), whole.numel * self._dtype.itemsize
         return lambda nbytes: self._slowest(classes, nbytes / whole_nbytes).total_us
 
     def inter_nbytes(self, layout: Layout) -> int:
-        """Return what all ranks of the first node together send to other nodes."""
+        """Return the bytes that all ranks of the first node together send to other nodes."""
         ranks = _first_node(self._shape)
         return sum(self._aggregator.wire_bytes(layout, self._dtype, rank, self._device).inter for rank in ranks)
 
     def _depends_on_names(self, layout: Layout) -> bool:
-        """Return whether names and shapes matter to what is sent."""
+        """Return whether the bytes that are sent depend on names and shapes."""
         anonymous = Layout.anonymous(layout.numel)
         return [each.steps for each in self._rank_classes(layout)] != [
             each.steps for each in self._rank_classes(anonymous)
         ]
 
     def _rank_classes(self, layout: Layout) -> list[_RankClass]:
-        """Return what the ranks do that can be the slowest."""
+        """Return the ranks that can be the slowest, those alike as one."""
         found: dict[tuple[int, Directions], _RankClass] = {}
         shapes = _first_node(self._shape) if self._shape.uniform else _leaders(self._shape)
         for shape, steps in zip(shapes, self._directions(layout, shapes), strict=True):
@@ -116,17 +125,17 @@ class Pricing:
         return list(found.values())
 
     def _directions(self, layout: Layout, shapes: Iterable[TeamShape]) -> list[Directions]:
-        """Return what each rank does up inside its node, across the network, and down inside the node.
+        """Return the actions of each rank up inside its node, across the network, and down inside the node.
 
-        Encoding and decoding between the levels belong to what is sent across. A rank that sends nothing across is cut
-        where the others do, after as many collectives.
+        Encoding and decoding between the levels belong to the messages across. A rank that sends nothing across is cut
+        where the others send, after as many collectives.
         """
         per_rank = [self._aggregator.calls(Buffer(layout, self._dtype, self._device), shape) for shape in shapes]
         calls_up = next((_calls_before(steps) for steps in per_rank if any(map(_is_inter, steps))), 0)
         return [_cut(steps, calls_up) for steps in per_rank]
 
     def _slowest(self, classes: Sequence[_RankClass], share: float) -> Cost:
-        """Return what it costs when every message and all work have only a `share` of their bytes.
+        """Return the cost if every message and all work have only a `share` of their bytes.
 
         Ranks wait for the slowest between the directions.
         """
@@ -141,7 +150,7 @@ class Pricing:
         return Cost(sum(parts.values()), parts["compress"], parts["intra"], parts["inter"], tuple(notes))
 
     def _spent(
-        self, steps: Iterable[Step], shape: TeamShape, groups: int, share: float, notes: dict[str, None]
+        self, steps: Iterable[Action], shape: TeamShape, groups: int, share: float, notes: dict[str, None]
     ) -> dict[str, float]:
         spent = {"compress": 0.0, "intra": 0.0, "inter": 0.0}
         for step in steps:
@@ -167,7 +176,7 @@ class Pricing:
         return spent
 
 
-def _cut(steps: Sequence[Step], calls_up: int) -> Directions:
+def _cut(steps: Sequence[Action], calls_up: int) -> Directions:
     """Return the parts before, with and after all collectives between nodes and the work around these.
 
     calls_up: how many collectives come before where none is between nodes.
@@ -180,13 +189,13 @@ def _cut(steps: Sequence[Step], calls_up: int) -> Directions:
     return tuple(steps[:begin]), tuple(steps[begin:end]), tuple(steps[end:])
 
 
-def _calls_before(steps: Sequence[Step]) -> int:
+def _calls_before(steps: Sequence[Action]) -> int:
     """Return how many collectives come before the first between nodes."""
     calls = [step for step in steps if isinstance(step, Call)]
     return next(number for number, step in enumerate(calls) if _is_inter(step))
 
 
-def _is_inter(step: Step) -> bool:
+def _is_inter(step: Action) -> bool:
     return isinstance(step, Call) and step.level == "inter"
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why is communication slow here? Checks of files, environment, driver and logs, each with its remedy."""
+"""Finds the causes of slow communication: checks of files, environment, driver and logs, each with its remedy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["CHECKS", "LIVE", "Finding", "Machine", "Severity", "diagnose", "obse
 
 LIVE = Path("/")
 
-# In the order of repair: what stops everything, what takes the fast way away, what slows the fast way, details.
+# In the order of repair: failures, loss of the fast path, a slower fast path, details.
 CHECKS: tuple[Check[Machine], ...] = (
     settings.versions,
     settings.topology_file,
@@ -60,7 +60,7 @@ CHECKS: tuple[Check[Machine], ...] = (
 
 
 def observe(root: Path = LIVE, environ: Mapping[str, str] = os.environ) -> Machine:
-    """Look at a machine once; NVML, the installed versions and the size of /dev/shm only for the live one."""
+    """Read the facts of a machine; NVML, installed versions and the size of /dev/shm only for the live one."""
     environ = settings.effective(root, environ)
     machine = Machine(root, environ, discover(root, environ), read_sysfs(root))
     if root == LIVE:
@@ -70,7 +70,7 @@ def observe(root: Path = LIVE, environ: Mapping[str, str] = os.environ) -> Machi
 
 
 def _software() -> Software:
-    import torch  # here, so that a fixture tree is examined without it
+    import torch  # imported here: a recorded machine is examined without it
 
     try:
         nccl = tuple(torch.cuda.nccl.version())
@@ -85,12 +85,12 @@ def _version(text: str | None) -> Version | None:
 
 
 def diagnose(machine: Machine) -> list[Finding]:
-    """Run every check; errors first, and within one severity in the order of repair."""
+    """Run all checks. Return findings with errors first, and within one severity in the order of repair."""
     found: list[Finding] = []
     for check in CHECKS:
         try:
             found += check(machine)
         except (OSError, ValueError) as error:
-            # A file that no machine had before: one check less is better than none.
+            # A file of unknown content: one check less is better than none.
             found.append(check.named(unread(f"this check failed: {type(error).__name__}: {error}")))
     return in_order(found)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`commopt doctor`: why is communication slow here?"""
+"""`commopt doctor`: find the causes of slow communication."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from commopt.doctor import LIVE, diagnose, observe
 from commopt.doctor.compare import gather, rank_facts
 from commopt.doctor.finding import FINE, Finding, Severity, exit_status
 from commopt.doctor.log_findings import examine
-from commopt.doctor.log_reader import HOW, read_logs
+from commopt.doctor.log_reader import LOG_VARIABLES, read_logs
 from commopt.errors import ConfigurationError, MismatchError
 from topology.cluster import read_host_identity
 
 WATCH_S = 1.0
-"""Between two readings of error counters."""
+"""Time between two readings of the error counters."""
 
-CLOSING = f"What NCCL really does: run the job with\n{HOW}\nthen: python -m commopt doctor --log nccl.*"
+CLOSING = f"To see what NCCL uses, run the job with\n{LOG_VARIABLES}\nthen: python -m commopt doctor --log nccl.*"
 EPILOG = f"""exit status: 0 nothing wrong, 1 warnings, 3 errors, {BAD_INPUT} bad input (one line on stderr).
-The environment is always this process's; NVML and versions are asked on the live machine only.
-Under torchrun every rank examines its machine; rank 0 compares and prints, and it alone has a status other than 0."""
+The environment is always that of this process. NVML and versions are read on the live machine only.
+Under torchrun every rank examines its machine. Rank 0 compares and prints; only its status can differ from 0."""
 
 WIDTH = 80
 _PARTS = re.compile(r"(?<=;) (?![^(]*\))")  # not inside brackets
@@ -49,13 +49,13 @@ MARKS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the doctor."""
-    parser.description = "Look for what makes NCCL and gloo slow on this machine, and say how to fix it."
+    parser.description = "Find the causes of slow NCCL and gloo communication on this machine, with remedies."
     parser.epilog = EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--json", action="store_true", help="print findings as JSON")
-    parser.add_argument("--all", action="store_true", help="also print what is fine, and what does not apply")
-    parser.add_argument("--root", type=Path, default=LIVE, metavar="DIR", help="read /sys, /proc, /dev below DIR")
-    logs = "read logs of NCCL_DEBUG=INFO, and dumps of torch's flight recorder, all of one job, instead of the machine"
+    parser.add_argument("--all", action="store_true", help="also print checks that are fine or do not apply")
+    parser.add_argument("--root", type=Path, default=LIVE, metavar="DIR", help="read /sys, /proc and /dev below DIR")
+    logs = "examine logs of NCCL_DEBUG=INFO and dumps of torch's flight recorder, all of one job, not the machine"
     parser.add_argument("--log", type=Path, nargs="+", metavar="FILE|FOLDER", help=logs)
 
 
@@ -79,7 +79,7 @@ def run(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) ->
 
 
 def _findings(options: argparse.Namespace, environ: Mapping[str, str]) -> Sequence[Finding] | None:
-    """Return what was found; None on a rank that does not print."""
+    """Return the findings; None on a rank that does not print."""
     if options.log is not None:
         return examine(read_logs(options.log))
     if not os.path.isdir(options.root):
@@ -103,17 +103,18 @@ def as_json(findings: Sequence[Finding]) -> str:
 def show(
     findings: Sequence[Finding], everything: bool, closing: str | None = None, stream: TextIO | None = None
 ) -> None:
-    """Print what needs attention, what could not be read, and a summary; `everything` adds what is fine, and what
-    does not apply here. No line is longer than 80 characters, but for a word that is.
+    """Print problems, unread files and a summary, in lines of up to 80 characters.
 
-    In colour when rich is installed and the output is a terminal, otherwise plain.
+    In colour if rich is installed and the output is a terminal.
+
+    everything: also print checks that are fine or do not apply.
     """
     stream = sys.stdout if stream is None else stream
     wanted = [one for one in findings if one.value is not None and (everything or one.severity not in FINE)]
     unread_ones = [one for one in findings if one.value is None]
     lines = [line for number, finding in enumerate(wanted, 1) for line in _block(number, finding)]
     if unread_ones:
-        lines.append(("", "Not checked, because it could not be read:"))
+        lines.append(("", "Not checked, because they could not be read:"))
         for one in unread_ones:
             hint = f" (try: {one.remedy})" if one.remedy else ""
             text = f"{one.title} [{one.check}]{_on(one)}: {one.read}: {one.expected}{hint}"
@@ -155,7 +156,7 @@ def _block(number: int, finding: Finding) -> Iterator[tuple[str, str]]:
 
 
 def _remedy(text: str) -> Iterator[str]:
-    """Yield lines with one command or sentence each; where a command goes on in the next, as a shell wants it."""
+    """Yield lines with one command or sentence each. A command that continues ends its line with a backslash."""
     margin = "      remedy   "
     for part in filter(None, _PARTS.split(text)):
         ending = " \\" if _COMMAND.match(part) else ""
@@ -171,4 +172,4 @@ def _summary(findings: Sequence[Finding]) -> str:
     words |= {Severity.NOT_APPLICABLE: "not applicable"} if count[Severity.NOT_APPLICABLE] else {}
     parts = [f"{count[severity]} {word}" for severity, word in words.items()]
     parts.append(f"{sum(finding.value is None for finding in findings)} not read")
-    return ", ".join(parts) + ("" if exit_status(findings) else ": nothing that was read makes communication slow")
+    return ", ".join(parts) + ("" if exit_status(findings) else ": no cause of slow communication found")

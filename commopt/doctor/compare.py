@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Under torchrun: every rank examines its own machine, rank 0 hears all of them and compares."""
+"""Under torchrun every rank examines its own machine, and rank 0 collects and compares the results."""
 
 from __future__ import annotations
 
@@ -18,13 +18,21 @@ from typing import NamedTuple
 from commopt.doctor.finding import Check, Finding, Severity, check, error, in_order, merge, ok, warning
 from commopt.doctor.machine import Machine, own_gpu
 from commopt.doctor.network import active_ports, used_by_nccl
-from commopt.doctor.rank_answers import MOST_PEERS, Offer, RankFacts, Unreached, as_json, read_answer, read_door
+from commopt.doctor.rank_answers import (
+    MOST_PEERS,
+    Offer,
+    RankFacts,
+    Unreached,
+    as_json,
+    read_answer,
+    read_listen_address,
+)
 from commopt.errors import MismatchError
 from topology.cluster import Cluster, HostIdentity
 from topology.queries import node_nic_gbps, nvlink_kind
 
 PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "CUDA_DEVICE_MAX_CONNECTIONS")
-# These have to differ, or may.
+# These may differ, or must.
 OWN = ("NCCL_HOSTID", "NCCL_DEBUG_FILE", "NCCL_TOPO_DUMP_FILE", "NCCL_GRAPH_DUMP_FILE")
 # Ranks that disagree about these wait for each other forever.
 VITAL = ("NCCL_ALGO", "NCCL_PROTO", "NCCL_BUFFSIZE", "NCCL_NTHREADS", "NCCL_IB_DISABLE", "NCCL_NET", "NCCL_MAX_CTAS")
@@ -37,13 +45,15 @@ _PREFIX = "commopt/doctor"
 _SIOCGIFADDR = 0x8915
 
 
-class Equal(NamedTuple):
-    """What has to be the same on every node."""
+class EqualFact(NamedTuple):
+    """A fact that must be the same on every node.
+
+    value: returns the fact of a machine; None if unknown, which is not compared.
+    """
 
     read: str
     severity: Severity
-    of: Callable[[Machine], str | None]
-    """None where it is unknown, which is not compared."""
+    value: Callable[[Machine], str | None]
     expected: str
     remedy: str
 
@@ -71,7 +81,7 @@ def _ports(machine: Machine) -> str:
 
 
 WARNING = Severity.WARNING
-EQUAL = tuple(Equal(*row) for row in (
+EQUAL_FACTS = tuple(EqualFact(*row) for row in (
     ("torch, CUDA, NCCL", Severity.ERROR, lambda machine: str(machine.software),
      "the same on every rank: NCCL refuses other versions",
      "pip freeze > constraints.txt on one node, pip install torch -c constraints.txt on the others"),
@@ -96,7 +106,7 @@ EQUAL = tuple(Equal(*row) for row in (
 
 
 def rank_facts(machine: Machine, host: HostIdentity) -> RankFacts:
-    """Collect what `compare` needs of this rank."""
+    """Collect the facts of this rank for `compare`."""
     place, name = own_gpu(machine)
     chosen = ((name, value) for name, value in machine.environ.items() if name.startswith(PREFIXES) and value)
     return RankFacts(
@@ -104,7 +114,7 @@ def rank_facts(machine: Machine, host: HostIdentity) -> RankFacts:
         name if place is None else machine.hardware.gpus[place].busid,
         len(machine.hardware.gpus),
         node_nic_gbps(machine.topology),
-        tuple(row.of(machine) for row in EQUAL),
+        tuple(row.value(machine) for row in EQUAL_FACTS),
         {name: value for name, value in chosen if name not in OWN},
         own_offers(machine) if machine.root == Path("/") else (),
     )
@@ -116,7 +126,7 @@ Ranks = Sequence[RankFacts]
 
 
 def compare(ranks: Ranks) -> list[Finding]:
-    """Report differences between ranks and nodes, in the order of repair; `ranks[rank]` is what that rank told."""
+    """Return findings about differences between ranks and nodes, in the order of repair."""
     checks: tuple[Check[Ranks], ...] = (nodes_reach, rank_layout, nodes_settings, nodes_equal)
     return [replace(finding, nodes=("all nodes",)) for look in checks for finding in look(ranks)]
 
@@ -137,10 +147,10 @@ def nodes_reach(ranks: Ranks) -> Iterator[Finding]:
         if not shown:
             continue
         value = "; ".join(shown[:4]) + (f"; and {len(shown) - 4} more" if len(shown) > 4 else "")
-        expected = f"an answer: {library} connects to these addresses, and waits without an end or fails"
+        expected = f"an answer: {library} connects to these addresses, and otherwise waits forever or fails"
         remedy = f"export {library.upper()}_SOCKET_IFNAME to an interface on the network that all nodes share; "
         remedy += "open the firewall between them for all ports; correct a name in /etc/hosts that means 127.0.1.1"
-        # A job on GPUs may do without gloo.
+        # A job on GPUs may not need gloo.
         yield (warning if library == "gloo" and any(facts.gpus for facts in ranks) else error)(value, expected, remedy)
     if ranks[0].offers and not any(facts.unreached for facts in ranks):
         offers = ", ".join(f"{offer.library} {offer.address}" for offer in ranks[0].offers)
@@ -196,7 +206,7 @@ def nodes_settings(ranks: Ranks) -> Iterator[Finding]:
 def nodes_equal(ranks: Ranks) -> Iterator[Finding]:
     """Equal nodes: the same versions, GPUs and network; all wait for the slowest."""
     fine = True
-    for place, row in enumerate(EQUAL):
+    for place, row in enumerate(EQUAL_FACTS):
         groups: dict[str, dict[str, None]] = {}
         for facts in ranks:
             if (answer := facts.equal[place]) is not None:
@@ -218,14 +228,14 @@ def nodes_equal(ranks: Ranks) -> Iterator[Finding]:
 
 
 def ipv4_of(interface: str) -> str | None:
-    """Return the address of an interface of this machine; None when it has none."""
+    """Return the IPv4 address of an interface of this machine; None if it has none."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
         return socket.inet_ntoa(fcntl.ioctl(asker, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))[20:24])
     return None
 
 
 def own_offers(machine: Machine, address_of: Callable[[str], str | None] = ipv4_of) -> tuple[Offer, ...]:
-    """Return what this rank would offer; what cannot be known is left out."""
+    """Return the addresses that this rank offers, as far as they are known."""
     gloo, used = machine.variable("GLOO_SOCKET_IFNAME"), used_by_nccl(machine) if machine.hardware.gpus else []
     place = {one.name: machine.number(f"sys/class/net/{one.name}/ifindex") or 0 for one in used}
     tried = sorted(place, key=lambda name: (not name.startswith("ib"), place[name]))  # as NCCL does
@@ -235,7 +245,7 @@ def own_offers(machine: Machine, address_of: Callable[[str], str | None] = ipv4_
 
 
 def _address_of_host() -> str:
-    """Return the address that this host's name stands for: gloo listens there."""
+    """Return the address of this host's name, on which gloo listens."""
     try:
         return str(socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:
@@ -243,7 +253,7 @@ def _address_of_host() -> str:
 
 
 def listener() -> socket.socket:
-    """Return a socket that the system answers for, on every address of this machine and a free port."""
+    """Return a socket that accepts connections on all addresses of this machine, at a free port."""
     if socket.has_dualstack_ipv6():
         with suppress(OSError):  # IPv6 is switched off
             return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
@@ -251,14 +261,14 @@ def listener() -> socket.socket:
 
 
 def peers_of(rank: int, world_size: int) -> list[int]:
-    """Return the ranks that `rank` tries: all others, or as many as a rank tries at most, evenly spread."""
+    """Return the ranks that `rank` connects to: all others, or MOST_PEERS of them, evenly spread."""
     others = world_size - 1
     count = min(others, MOST_PEERS)
     return [(rank + 1 + place * others // count) % world_size for place in range(count)]
 
 
 def unreached(targets: Sequence[tuple[int, int, Offer]], limit_s: float = CONNECT_S) -> tuple[Unreached, ...]:
-    """Connect to all targets (rank, port, offer), many at once; return those that did not answer in `limit_s` each."""
+    """Connect to all targets (rank, port, offer) in parallel. Return those without an answer in `limit_s`."""
 
     def attempt(target: tuple[int, int, Offer]) -> Unreached | None:
         rank, port, offer = target
@@ -278,13 +288,13 @@ def unreached(targets: Sequence[tuple[int, int, Offer]], limit_s: float = CONNEC
 
 
 def gather(facts: RankFacts, findings: Sequence[Finding], timeout_s: float = TIMEOUT_S) -> list[Finding] | None:
-    """Return on rank 0 what all ranks found and what differs between them; None on the others.
+    """Return the findings of all ranks and their differences on rank 0, None on the others.
 
-    Goes through the launcher's store, without a process group: it works where gloo and NCCL cannot connect.
-    With COMMOPT_SECRET all of it is signed. Raises MismatchError when not all ranks are there within `timeout_s`, and
-    when what stands in the store is not theirs.
+    Uses the launcher's store, without a process group, so it works if gloo and NCCL cannot connect. With COMMOPT_SECRET
+    all messages are signed. Raises MismatchError when a rank is missing after `timeout_s`, and for content of the store
+    that no rank wrote.
     """
-    # Here, because one machine is examined without torch.
+    # Imported here: a single machine is examined without torch.
     from torch.distributed.rendezvous import rendezvous
 
     from commopt.groups.agreement import exchange_facts
@@ -296,33 +306,33 @@ def gather(facts: RankFacts, findings: Sequence[Finding], timeout_s: float = TIM
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise MismatchError(f"the ranks did not meet within {timeout_s:g} s: {reason}") from error
-    ranks, told = range(world_size), False
+    ranks, answered = range(world_size), False
     try:
         store = limited(launcher, _PREFIX, timeout_s, own_secret())
-        with listener() as door:  # open until all others have tried it
-            mine = {"node": facts.host.node_key, "port": door.getsockname()[1], "offers": facts.offers}
+        with listener() as server:  # open until all others have tried to connect
+            mine = {"node": facts.host.node_key, "port": server.getsockname()[1], "offers": facts.offers}
             answers = exchange_facts(store, ranks, rank, "the doctor", mine, timeout_s)
-            doors = [read_door(one, each) for each, one in zip(ranks, answers, strict=True)]
-            away = [peer for peer in peers_of(rank, world_size) if doors[peer].node != doors[rank].node]
-            targets = [(peer, doors[peer].port, offer) for peer in away for offer in doors[peer].offers]
+            addresses = [read_listen_address(one, each) for each, one in zip(ranks, answers, strict=True)]
+            away = [peer for peer in peers_of(rank, world_size) if addresses[peer].node != addresses[rank].node]
+            targets = [(peer, addresses[peer].port, offer) for peer in away for offer in addresses[peer].offers]
             facts = replace(facts, unreached=unreached(targets))
             store.set(f"answer/{rank}", as_json(facts, [replace(finding, nodes=(facts.node,)) for finding in findings]))
-            told = True
+            answered = True
             exchange_facts(store, ranks, rank, "the doctor's end", {}, timeout_s)
         if rank != 0:
             store.set(f"left/{rank}", "")
             return None
-        known = [read_answer(store.get(f"answer/{each}"), each, world_size, len(EQUAL)) for each in ranks]
-        with suppress(RuntimeError):  # it may hold the store itself: whoever is still at it would complain
+        known = [read_answer(store.get(f"answer/{each}"), each, world_size, len(EQUAL_FACTS)) for each in ranks]
+        with suppress(RuntimeError):  # rank 0 may hold the store: the other ranks should leave it first
             launcher.wait([f"{_PREFIX}/left/{each}" for each in ranks[1:]], timedelta(seconds=LEAVE_S))
     except MismatchError:
         raise
     except RuntimeError as error:
-        if told and rank != 0:  # rank 0 may have held the store, heard all, and left
+        if answered and rank != 0:  # rank 0 may have held the store, read all answers, and exited
             return None
         reason = str(error).splitlines()[0]
         raise MismatchError(
-            f"a rank went away, or could not be trusted, while the doctor listened: {reason}"
+            f"a rank left, or sent untrusted data, while the doctor collected the answers: {reason}"
         ) from error
     found = [finding for _, theirs in known for finding in theirs]
     return in_order(merge([*compare([facts for facts, _ in known]), *found]))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ethernet: which interface carries the data, how fast it is, frame size, TCP buffers, number of sockets."""
+"""Ethernet: the interface that carries the data, its speed, frame size, TCP buffers, number of sockets."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from commopt.doctor.finding import Finding, Unread, check, error, info, ok, warning
 from commopt.doctor.machine import Machine
-from commopt.doctor.network import AMAZON, GOOGLE, DeviceList, Interface, candidates, interfaces, tcp_interfaces
+from commopt.doctor.network import AMAZON, GOOGLE, DeviceList, NetworkInterface, candidates, interfaces, tcp_interfaces
 
 FAST_GBPS = 25
 BUFFER_BYTES = 16 << 20
@@ -25,8 +25,8 @@ def interface(machine: Machine) -> Iterator[Finding]:
     possible, fine = candidates(machine), True
     names = ", ".join(one.name for one in possible)
     if not machine.listing("sys/class/net"):
-        raise Unread(machine.why_not("sys/class/net"), "ip address", "/sys/class/net")
-    # For data over TCP the fastest; where RDMA carries it, the one all nodes share, not one of its rails.
+        raise Unread(machine.unread_reason("sys/class/net"), "ip address", "/sys/class/net")
+    # For data over TCP the fastest. If RDMA carries the data, the one all nodes share, not one of the rails.
     tcp = bool(tcp_interfaces(machine))
     ranked = sorted(possible, key=lambda one: (tcp * (one.gbps or 0), one.default_route, one.gbps or 0), reverse=True)
     for variable, prefix in (("NCCL_SOCKET_IFNAME", "="), ("GLOO_SOCKET_IFNAME", "")):
@@ -48,7 +48,7 @@ def interface(machine: Machine) -> Iterator[Finding]:
 def _chosen(machine: Machine, variable: str, value: str, fix: str) -> Iterator[Finding]:
     existing, possible = interfaces(machine), candidates(machine)
     everything = [one.name for one in existing]
-    # gloo knows neither prefixes nor signs.
+    # gloo has neither prefixes nor signs.
     listed = DeviceList.parse(value if variable.startswith("NCCL") else f"={value}")
     chosen = [one for one in existing if listed.selects(one.name)]
     usable = [one for one in chosen if one.usable]
@@ -61,8 +61,8 @@ def _chosen(machine: Machine, variable: str, value: str, fix: str) -> Iterator[F
     elif all(one.internal for one in usable) and (possible or machine.several_nodes):
         kind = error if machine.several_nodes else warning
         yield kind(value, f"an interface that leads to other nodes ({others})", fix, read=variable)
-    elif stretched := listed.stretched(everything):
-        expected = f"whole names: NCCL takes {value} for the beginning of {', '.join(stretched)} too"
+    elif matched_by_prefix := listed.matched_by_prefix(everything):
+        expected = f"whole names: NCCL takes {value} for the beginning of {', '.join(matched_by_prefix)} too"
         selected = f"{value} selects {', '.join(one.name for one in chosen)}"
         yield warning(selected, expected, f"export {variable}=={value}", "medium", variable)
 
@@ -76,7 +76,7 @@ def nic_speed(machine: Machine) -> Iterator[Finding]:
         alike = [other for other in everything if (other.vendor, other.model) == (one.vendor, one.model)]
         best = max((other.gbps or 0 for other in alike), default=0)
         yield from _members(machine, one)
-        if one.gbps is None:  # normal for virtio, and harmless where there is only one way anyway
+        if one.gbps is None:  # normal for virtio, and harmless if there is only one path
             remedy = (
                 "NCCL_TOPO_DUMP_FILE=topo.xml in one run; correct speed= there; export NCCL_TOPO_FILE=$PWD/topo.xml"
             )
@@ -88,7 +88,7 @@ def nic_speed(machine: Machine) -> Iterator[Finding]:
             )
 
 
-def _members(machine: Machine, bond: Interface) -> Iterator[Finding]:
+def _members(machine: Machine, bond: NetworkInterface) -> Iterator[Finding]:
     members = (machine.text(f"sys/class/net/{bond.name}/bonding/slaves") or "").split()
     speeds = {name: machine.number(f"sys/class/net/{name}/speed") or 0 for name in members}
     best = max(speeds.values(), default=0)
@@ -108,7 +108,7 @@ def mtu(machine: Machine) -> Iterator[Finding]:
         if (one.gbps or 0) < FAST_GBPS or (one.mtu or 9000) > 1500:
             continue
         read = f"/sys/class/net/{one.name}/mtu"
-        if machine.virtual:  # a larger frame than the provider's network carries is lost
+        if machine.virtual:  # frames larger than the provider's network carries are lost
             remedy = (
                 "change the network first (Google: gcloud compute networks update NETWORK --mtu=8896), then the nodes"
             )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a check reports: what was looked at, what it is, what it should be, and the command that fixes it."""
+"""Findings of checks: the source that was read, its value, the expected value, and the remedy."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ LONGEST = 20_000
 
 
 class Severity(Enum):
-    """How bad it is, worst first."""
+    """Severity of a finding, worst first."""
 
     ERROR = "error"
     WARNING = "warning"
     INFO = "info"
     OK = "ok"
     NOT_APPLICABLE = "not applicable"
-    """What the check is about is not there."""
+    """The machine lacks the subject of the check."""
 
     @property
     def rank(self) -> int:
@@ -34,25 +34,25 @@ class Severity(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One result of one check. What is left empty, the check that yields it adds."""
+    """One result of one check, which fills the fields left empty."""
 
     severity: Severity
     value: str | None
-    """What it said; None when it could not be read (then `expected` says why, and the severity is INFO)."""
+    """The value read; None if it could not be read (then `expected` holds the reason, and the severity is INFO)."""
     expected: str = ""
-    """What it should be, and what it costs when it is not."""
+    """The expected value, and the cost of any other."""
     remedy: str | None = None
-    """A command or a setting; None when there is nothing to do."""
+    """A command or a setting; None if there is nothing to do."""
     confidence: str = "high"
-    """How sure the check is that this is what makes communication slow: "high", "medium", "low"."""
+    """Confidence that this makes communication slow: "high", "medium", "low"."""
     read: str = ""
-    """The file, variable or call that was looked at."""
+    """The file, variable or call that was read."""
     check: str = ""
     """The check's id: "memlock"."""
     title: str = ""
-    """The check's name for people."""
+    """The readable name of the check."""
     nodes: tuple[str, ...] = ()
-    """The machines that reported it; empty when only this one was asked."""
+    """The machines that reported it; empty if only this one was examined."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -60,7 +60,7 @@ class Finding:
 
     @classmethod
     def from_dict(cls, given: object) -> Finding:
-        """Return the finding of `as_dict`; raises ValueError for anything else, as another rank may send it."""
+        """Return the finding of a result of `as_dict`. Raises ValueError for anything else: another rank sends it."""
         names = [field.name for field in fields(cls)]
         if not isinstance(given, dict) or sorted(given) != sorted(names):
             raise ValueError("no finding")
@@ -77,23 +77,23 @@ class Finding:
         return cls(severity=Severity(given["severity"]), nodes=tuple(nodes), **texts)
 
 
-# Broken or several times slower than it could be; costs speed, probably or in a likely situation; worth knowing; fine.
+# Error: broken, or several times slower than possible. Warning: probably slower. Info: useful to know. Ok: fine.
 error = partial(Finding, Severity.ERROR)
 warning = partial(Finding, Severity.WARNING)
 info = partial(Finding, Severity.INFO)
 ok = partial(Finding, Severity.OK)
 absent = partial(Finding, Severity.NOT_APPLICABLE)
 FINE = (Severity.OK, Severity.NOT_APPLICABLE)
-"""Nothing to do."""
+"""Severities that need no action."""
 
 
 def unread(why: str, remedy: str | None = None, read: str = "") -> Finding:
-    """Could not be looked at: never passed over in silence."""
+    """Return the finding that a source could not be read."""
     return Finding(Severity.INFO, None, why, remedy, "low", read)
 
 
 class Unread(Exception):
-    """Raised by what a check asks for and cannot be read; the check then ends with such a finding."""
+    """Raised for a source that cannot be read. The check then ends with the finding `unread`."""
 
     def __init__(self, why: str, remedy: str | None = None, read: str = "") -> None:
         super().__init__(why)
@@ -102,20 +102,20 @@ class Unread(Exception):
 
 @dataclass(frozen=True)
 class Check(Generic[T]):
-    """A look at a machine, a log or the ranks of a job."""
+    """A check of a machine, a log or the ranks of a job."""
 
     id: str
     title: str
     read: str
     expected: str
-    """What is reported as fine when nothing else is; "" reports nothing then."""
+    """Reported as fine if there is no other finding; "" reports nothing."""
     remedy: str | None
     look: Callable[[T], Iterable[Finding]]
     needs: tuple[tuple[Callable[[T], object], str], ...] = ()
-    """What the check is about ("no GPU" where the first is false): without it nothing found is no good sign."""
+    """Conditions for the check to apply, with the text for their absence ("no GPU")."""
 
     def __call__(self, subject: T) -> list[Finding]:
-        """Return what is worth telling about `subject`, in the order of repair."""
+        """Return the findings about `subject` in the order of repair."""
         found: list[Finding] = []
         try:
             found.extend(self.look(subject))
@@ -127,7 +127,7 @@ class Check(Generic[T]):
         return [self.named(finding) for finding in found]
 
     def named(self, finding: Finding) -> Finding:
-        """Return a finding with this check's id and title, and what it left to the check."""
+        """Return a finding with this check's id, title, and defaults for empty fields."""
         read, expected = finding.read or self.read, finding.expected or self.expected
         wrong = finding.value is not None and finding.severity not in FINE
         remedy = self.remedy if wrong and finding.remedy is None else finding.remedy
@@ -137,14 +137,17 @@ class Check(Generic[T]):
 def check(
     read: str, remedy: str | None = None, needs: tuple[tuple[Callable[[T], object], str], ...] = ()
 ) -> Callable[[Callable[[T], Iterable[Finding]]], Check[T]]:
-    """Make a check of a function that yields findings: errors, warnings and notes, or nothing where all is fine.
+    """Make a check of a function that yields findings: errors, warnings and notes, or nothing if all is fine.
 
-    needs: what has to be there for that, and what is said where it is not. Its name is the check's id. Its docstring is
-    the check's title, a colon, and what is expected.
+    The function's name is the check's id. Its docstring is the check's title, a colon, and the expected value.
+
+    read: the source that the check reads.
+    remedy: the default remedy.
+    needs: conditions for the check to apply, with the text for their absence.
     """
 
     def made(look: Callable[[T], Iterable[Finding]]) -> Check[T]:
-        # Under python -OO a function has no docstring; its source has.
+        # Under python -OO the function has no docstring, but its source has.
         text = look.__doc__ or ast.get_docstring(ast.parse(getsource(look)).body[0]) or ""  # type: ignore[arg-type]
         title, _, expected = " ".join(text.split()).rstrip(".").partition(": ")
         return Check(look.__name__.replace("_", "-"), title, read, expected, remedy, look, needs)
@@ -153,12 +156,12 @@ def check(
 
 
 def in_order(findings: Iterable[Finding]) -> list[Finding]:
-    """Sort by severity; within one severity keep the order of the checks, which is the order of repair."""
+    """Return findings by severity. Within one severity they keep the order of the checks, the order of repair."""
     return sorted(findings, key=lambda finding: finding.severity.rank)
 
 
 def merge(findings: Iterable[Finding]) -> list[Finding]:
-    """Say once what several machines reported in the same words, with the names of all of them."""
+    """Combine equal findings of several machines, with the names of all these machines."""
     nodes: dict[Finding, dict[str, None]] = {}
     for finding in findings:
         nodes.setdefault(replace(finding, nodes=()), {}).update(dict.fromkeys(finding.nodes))
@@ -166,6 +169,6 @@ def merge(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def exit_status(findings: Iterable[Finding]) -> int:
-    """Return 3 when there is an error, 1 when there is a warning, else 0."""
+    """Return 3 if there is an error, 1 if there is a warning, else 0."""
     severities = {finding.severity for finding in findings}
     return 3 if Severity.ERROR in severities else 1 if Severity.WARNING in severities else 0

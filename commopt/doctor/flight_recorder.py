@@ -2,8 +2,8 @@
 """Dumps of torch's flight recorder: the last collective operations of one rank, as a pickle or as JSON.
 
 torch writes them when its watchdog stops a job (`TORCH_NCCL_DUMP_ON_TIMEOUT=1`, `TORCH_FR_BUFFER_SIZE=2000`, in older
-versions `TORCH_NCCL_TRACE_BUFFER_SIZE`). They are pickles as a rule, and the process that could have written JSON is
-gone, so pickles are read; without pickle.load, which would run what a file tells it to.
+versions `TORCH_NCCL_TRACE_BUFFER_SIZE`). Most dumps are pickles, and the process that could have written JSON is gone,
+so pickles are read; without pickle.load, which runs code that the file names.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ MOST_ENTRIES = 200_000
 MOST_PAIRS = 100
 
 
-class Operation(NamedTuple):
-    """A collective operation of one group."""
+class RecordedCollective(NamedTuple):
+    """A collective operation of one group, as torch recorded it."""
 
     seq: int
-    """Its number in the group, counted by each rank for itself."""
+    """Its number in the group, counted by each rank."""
     name: str
     """ "ALLREDUCE", "_ALLGATHER_BASE"; in dumps "all_reduce"."""
     numel_in: int | None = None
@@ -38,7 +38,7 @@ class Operation(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The name as it compares: watchdog and recorder write it differently."""
+        """The name in a form for comparison: watchdog and recorder write it differently."""
         return self.name.replace("_", "").upper()
 
     @property
@@ -50,43 +50,43 @@ class Operation(NamedTuple):
 
 
 @dataclass
-class Place:
-    """Where a rank is in a group."""
+class GroupProgress:
+    """Progress of one rank in a group."""
 
-    waits: Operation | None = None
-    """The operation that it is in."""
+    waits: RecordedCollective | None = None
+    """The operation that the rank waits in."""
     enqueued: int | None = None
-    """The last that it called."""
+    """Number of the last operation that it called."""
     completed: int | None = None
-    history: dict[int, Operation] = field(default_factory=dict)
-    """What the recorder still had, by number."""
+    history: dict[int, RecordedCollective] = field(default_factory=dict)
+    """Operations that the recorder still had, by number."""
 
     @property
     def next(self) -> int | None:
-        """The number of the operation that it is in, or has to call next; None when unknown."""
+        """The number of the operation that the rank waits in or must call next; None if unknown."""
         if self.waits is not None:
             return self.waits.seq
         return None if self.completed is None else self.completed + 1
 
 
 class Dump(NamedTuple):
-    """What one rank's recorder held."""
+    """Content of one rank's recorder."""
 
     rank: int
-    places: dict[str, Place]
-    """By group ("0")."""
+    groups: dict[str, GroupProgress]
+    """Progress by group ("0")."""
     members: dict[str, list[int]]
-    """The ranks of each group, where the dump says so."""
+    """The ranks of each group, if the dump has them."""
     names: dict[str, str]
-    """What torch calls each group: "default_pg"."""
+    """torch's name of each group: "default_pg"."""
     pairs: list[str]
-    """Messages between two ranks that are under way: "send 0->1"."""
+    """Unfinished messages between two ranks: "send 0->1"."""
 
 
 def read_dump(path: Path) -> Dump | None:
-    """Return what is in a dump; None when the file is something else, a log.
+    """Return the content of a dump; None if the file is not a dump but, for example, a log.
 
-    Raises ConfigurationError for a pickle, or JSON of a recorder, that cannot be read.
+    Raises ConfigurationError for a pickle or a recorder's JSON that cannot be read.
     """
     try:
         if str(path).startswith(("/dev/fd/", "/dev/stdin")):
@@ -120,7 +120,7 @@ def _dump(content: Mapping[str, Any], name: str) -> Dump:
     rank = _number(content.get("rank"))
     if rank is None:
         if not numbers:
-            raise ValueError("neither it nor the end of its name says which rank wrote it")
+            raise ValueError("neither its content nor its name has the number of the rank")
         rank = int(numbers[-1][:9])
     dump = Dump(rank, {}, {}, {}, [])
     for group, config in _items(content.get("pg_config")):
@@ -141,9 +141,9 @@ def _dump(content: Mapping[str, Any], name: str) -> Dump:
         if seq is None or not isinstance(group_of, list | tuple) or not group_of:
             continue
         group = str(group_of[0])[:60]
-        place = dump.places.setdefault(group, Place())
+        place = dump.groups.setdefault(group, GroupProgress())
         called = str(entry.get("profiling_name", "unknown")).rpartition(":")[2][:60]
-        one = Operation(seq, called, _numel(entry.get("input_sizes")), _numel(entry.get("output_sizes")))
+        one = RecordedCollective(seq, called, _numel(entry.get("input_sizes")), _numel(entry.get("output_sizes")))
         place.history.setdefault(seq, one)
         place.enqueued = max(seq, place.enqueued or 0)
         if done_with:
@@ -151,10 +151,10 @@ def _dump(content: Mapping[str, Any], name: str) -> Dump:
         elif place.waits is None or seq < place.waits.seq:
             place.waits = one
     for group, status in _items(content.get("pg_status")):
-        place = dump.places.setdefault(group, Place())
+        place = dump.groups.setdefault(group, GroupProgress())
         place.enqueued = _number(status.get("last_enqueued_collective"), place.enqueued)
         place.completed = _number(status.get("last_completed_collective"))
-    for group, place in dump.places.items():
+    for group, place in dump.groups.items():
         place.completed = done.get(group) if place.completed is None else place.completed
     return dump
 
@@ -169,7 +169,7 @@ def _number(value: object, otherwise: int | None = None) -> int | None:
 
 
 def _numel(sizes: object) -> int | None:
-    """Return the elements of all tensors together."""
+    """Return the number of elements of all tensors together."""
     if not isinstance(sizes, list | tuple):
         return None
     shapes = [shape for shape in sizes if isinstance(shape, list | tuple)]

@@ -17,7 +17,7 @@ from topology.text import is_narrow
 
 LOAD = "sudo modprobe nvidia-peermem && echo nvidia-peermem | sudo tee /etc/modules-load.d/nvidia-peermem.conf"
 OFED = "sys/module/mlx_compat"
-"""Of MLNX_OFED and DOCA: with the adapter's driver of most other kernels nvidia-peermem does not load."""
+"""Present with MLNX_OFED and DOCA: with most other drivers of the adapter nvidia-peermem does not load."""
 ACS_CAPABILITY = 0x000D
 # Source validation, request and completion redirect, egress control: each can send peer transfers to the CPU.
 ACS_BITS = 0b101101
@@ -35,24 +35,24 @@ def gdr_module(machine: Machine) -> Iterator[Finding]:
         (kernel and (int(kernel[1]), int(kernel[2])) >= (5, 12), "Linux 5.12", "a kernel of Linux 5.12 or newer"),
         (machine.variable("NCCL_DMABUF_ENABLE") != "0", "NCCL_DMABUF_ENABLE", "unset NCCL_DMABUF_ENABLE"),
     )
-    lacking = [(what, how) for there, what, how in needs if not there]
+    lacking = [(name, fix) for present, name, fix in needs if not present]
     if lacking:
-        value = f"no module, and DMA-BUF lacks {' and '.join(what for what, _ in lacking)}"
-        get = "; ".join(how for _, how in lacking)
+        value = f"no module, and DMA-BUF lacks {' and '.join(name for name, _ in lacking)}"
+        get = "; ".join(fix for _, fix in lacking)
         remedy = LOAD if machine.exists(OFED) else f"{get}; or, with MLNX_OFED or DOCA: {LOAD}"
-        # In a container the host's modules show as well; they are loaded on the host.
+        # A container shows the host's modules too. They are loaded on the host.
         yield error(value, remedy=remedy + ("  # on the host" if machine.in_container else ""))
 
 
 @check("paths between GPUs and adapters", needs=((needs_gpudirect, "no GPU together with an RDMA adapter"),))
 def gdr_level(machine: Machine) -> Iterator[Finding]:
-    """GPUs near adapters: PXB or nearer; NCCL does not use GPUDirect RDMA across a CPU unless it is told to."""
+    """GPUs near adapters: PXB or nearer; by default NCCL does not use GPUDirect RDMA across a CPU."""
     if not needs_gpudirect(machine):
         return
     if machine.variable("NCCL_NET_GDR_LEVEL") or machine.variable("NCCL_IB_GDR_LEVEL"):
-        return  # see the table of settings
+        return  # covered by the table of settings
     if switches_hidden(machine):
-        yield ok("unset", "unset; how far apart they are is for the provider's topology file to say")
+        yield ok("unset", "unset; the provider's topology file has the distances")
         return
     own_cpu, near = through_own_cpu(machine), nearest_ports(machine)
     unknown = [gpu for gpu, distance, _ in near if distance is None]
@@ -65,7 +65,7 @@ def gdr_level(machine: Machine) -> Iterator[Finding]:
         expected = "an adapter on the GPU's own processor: data crosses the link between processors"
         remedy = "python -m topology; unset NCCL_PXN_DISABLE (GPUs near an adapter then send for others)"
         yield warning(shown, expected, f"{remedy}; or move an adapter", "medium")
-    elif far:  # through some CPUs GPUDirect is faster than a copy, through others slower: only a trial tells
+    elif far:  # GPUDirect through a CPU can be faster or slower than a copy: only a trial shows it
         yield info(shown, remedy="try: export NCCL_NET_GDR_LEVEL=PHB (or SYS)", confidence="medium")
     elif not unknown:
         yield ok("unset", f"unset: NCCL goes directly up to {'P2C' if own_cpu else 'PXB'}")
@@ -86,13 +86,13 @@ def _devices(machine: Machine) -> bool:
 def acs(machine: Machine) -> Iterator[Finding]:
     """PCIe access control (ACS): off on bare metal; devices below one switch exchange through the CPU otherwise."""
     devices = _direct_devices(machine)
-    if len(devices) < 2 or machine.virtual:  # of a virtual machine the provider turns on address translation (ATS)
+    if len(devices) < 2 or machine.virtual:  # on virtual machines the provider enables address translation (ATS)
         return
     slots = read_slots(machine.root)
-    bridges = _shared([slots[busid].above for busid in devices if busid in slots])
+    bridges = _common_bridges([slots[busid].above for busid in devices if busid in slots])
     configs = {bridge: machine.content(f"sys/bus/pci/devices/{bridge}/config") for bridge in bridges}
     on = [bridge for bridge, config in configs.items() if _acs_control(config) & ACS_BITS]
-    # Without privileges the kernel shows the first 64 bytes only; the capabilities begin at 256.
+    # Without privileges the kernel shows only the first 64 bytes; the extended capabilities begin at 256.
     hidden = sum(len(config) <= 256 for config in configs.values())
     if on:
         remedy = f"for b in {' '.join(on)}; do sudo setpci -s $b ECAP_ACS+0x6.w=0000; done (for good: in the BIOS)"
@@ -102,8 +102,8 @@ def acs(machine: Machine) -> Iterator[Finding]:
         yield unread(f"only root may read it ({hidden} of {len(bridges)} bridges)", remedy)
 
 
-def _shared(paths: list[tuple[str, ...]]) -> list[str]:
-    """Return the bridges with several devices below, and those under them: others part no two devices.
+def _common_bridges(paths: list[tuple[str, ...]]) -> list[str]:
+    """Return the bridges between any two devices: those with several devices below, and the bridges under them.
 
     paths: the bridges above each device, from the host bridge down.
     """
@@ -116,14 +116,14 @@ def _shared(paths: list[tuple[str, ...]]) -> list[str]:
 
 
 def _direct_devices(machine: Machine) -> list[str]:
-    """Bus ids of GPUs, and of adapters with RDMA: what exchanges data without the CPU."""
+    """Return the bus ids of GPUs and RDMA adapters, which exchange data without the CPU."""
     nics = {nic.busid for nic in machine.hardware.nics if not nic.virtual and nic.port is not None and nic.busid}
     gpus = [gpu.busid for gpu in machine.hardware.gpus if gpu.busid is not None]
     return gpus + (sorted(nics) if gpus else [])
 
 
 def _acs_control(config: bytes) -> int:
-    """Return the ACS control register, 0 when the device has none: walk the extended capabilities."""
+    """Return the ACS control register from the extended capabilities; 0 if the device has none."""
     place, seen = 256, set()
     while 256 <= place <= len(config) - 8 and place not in seen:
         seen.add(place)
@@ -156,7 +156,7 @@ def iommu(machine: Machine) -> Iterator[Finding]:
         value = f"on, type {kinds[translated[0]]} for {', '.join(translated)}"
         remedy = f"""sudo sed -i 's/^GRUB_CMDLINE_LINUX="/&{through} /' /etc/default/grub && sudo update-grub"""
         remedy += f" (Red Hat: sudo grubby --update-kernel=ALL --args={through}); then reboot"
-        if machine.coherent:  # peer transfers there go over NVLink, which the IOMMU does not touch
+        if machine.coherent:  # there peer transfers use NVLink, without the IOMMU
             yield warning(value, "identity: one that translates costs each adapter bandwidth", remedy, "medium")
         else:
             yield error(value, remedy=remedy)
@@ -177,7 +177,7 @@ def pcie_link(machine: Machine) -> Iterator[Finding]:
         expected = f"{_link(best)}: bandwidth is {100 * share:.0f} % of that"
         read, look = f"/sys/bus/pci/devices/{device.busid}", f"sudo lspci -vv -s {device.busid} | grep LnkSta"
         if is_narrow(device):
-            # A single GPU exchanges data with nothing but the CPU; laptops have half the lanes by design.
+            # A single GPU exchanges data with the CPU only; laptops have half the lanes by design.
             alone = device.kind == "gpu" and len(_direct_devices(machine)) < 2
             remedy = f"reseat the card, or move it to a wider slot; {look}"
             yield (info if alone else warning)(f"{_link(now)} ({device.kind})", expected, remedy, read=read)
@@ -195,7 +195,7 @@ def pcie_link(machine: Machine) -> Iterator[Finding]:
 
 
 def _carried_gbps(machine: Machine, device: PciDevice) -> float:
-    """Return what the ports of an adapter can send together: a slot that is faster is fast enough."""
+    """Return the sum of the speeds of an adapter's ports, which its slot must reach."""
     speeds = [nic.speed_gbps for nic in machine.hardware.nics if nic.busid == device.busid and not nic.virtual]
     return sum(speed or float("inf") for speed in speeds) if speeds else float("inf")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPUs: peer access and NVLink, the NVSwitch fabric, other users, clocks, memory, errors that the driver logged."""
+"""GPUs: peer access and NVLink, the NVSwitch fabric, other users, clocks, memory, errors in the driver's log."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from commopt.doctor.settings import nvlink_between_nodes
 
 KERNEL_LOG = "dev/kmsg"
 RECORDS = 100_000
-# Errors of programs: an access out of bounds, a process that was stopped.
+# Errors of programs, such as an access out of bounds or a killed process.
 OF_PROGRAMS = (13, 31, 43, 45, 68, 69)
 XID_LINE = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)[^)]*\): (\d+)")
 IMEX_CHANNELS = "dev/nvidia-caps-imex-channels"
@@ -56,8 +56,8 @@ def _switches(machine: Machine) -> int:
 
 
 def _fabric(machine: Machine) -> bool:
-    told = any(gpu.fabric not in (None, "not supported") for gpu in machine.nvml.gpus)
-    return told or _switches(machine) > 0 or nvlink_between_nodes(machine)
+    stated = any(gpu.fabric not in (None, "not supported") for gpu in machine.nvml.gpus)
+    return stated or _switches(machine) > 0 or nvlink_between_nodes(machine)
 
 
 @check("NVML: fabric state", needs=((_fabric, "no NVSwitch"),))
@@ -66,23 +66,23 @@ def nvswitch(machine: Machine) -> Iterator[Finding]:
     gpus = [gpu for gpu in machine.nvml.gpus if gpu.fabric not in (None, "not supported")]
     switches, missing = _switches(machine), machine.nvml.missing
     start = "sudo systemctl enable --now nvidia-fabricmanager; nvidia-smi -q | grep -A 3 Fabric"
-    if machine.coherent or nvlink_between_nodes(machine):  # the switches, and who manages them, are in their own trays
+    if machine.coherent or nvlink_between_nodes(machine):  # switches and fabric manager are in trays of their own
         start = "nvidia-smi -q | grep -A 8 Fabric; the fabric manager runs on the switch trays of the rack, not here"
     bad = [gpu for gpu in gpus if gpu.fabric != "completed" or gpu.fabric_status]
     if not gpus and (switches or (machine.hardware.gpus and missing is not None)):
-        raise Unread(f"{switches} NVSwitches, but {missing or 'the driver tells no fabric state'}", start)
+        raise Unread(f"{switches} NVSwitches, but {missing or 'the driver gives no fabric state'}", start)
     if bad:
         yield error(", ".join(f"GPU{gpu.index}: {gpu.fabric}, status {gpu.fabric_status}" for gpu in bad), remedy=start)
     elif nvlink_between_nodes(machine) and not machine.listing(IMEX_CHANNELS):
         expected = "a channel: NVLink between nodes fails without one, and so does NCCL when it starts"
         remedy = "sudo systemctl enable --now nvidia-imex; nvidia-imex-ctl -N; "
         remedy += f"container: --device=/{IMEX_CHANNELS}/channel0"
-        yield warning(machine.why_not(IMEX_CHANNELS), expected, remedy, "medium", f"/{IMEX_CHANNELS}")
+        yield warning(machine.unread_reason(IMEX_CHANNELS), expected, remedy, "medium", f"/{IMEX_CHANNELS}")
 
 
 @check("NVML: processes, MIG mode", "nvidia-smi", needs=(GPU,))
 def tenants(machine: Machine) -> Iterator[Finding]:
-    """Other users of the GPUs: none, since processes and MIG slices share what the job believes to have alone."""
+    """Other users of the GPUs: none, since other processes and MIG slices share the GPUs with the job."""
     if sliced := _names(gpu for gpu in machine.driver_gpus if gpu.mig):
         expected = "off: MIG slices have no peer access, NCCL takes one slice of a GPU only"
         yield info(f"MIG is on for {sliced}", expected, "nvidia-smi mig -lgi; sudo nvidia-smi -mig 0 (ends all slices)")
@@ -98,12 +98,12 @@ def tenants(machine: Machine) -> Iterator[Finding]:
 )
 def gpu_clocks(machine: Machine) -> Iterator[Finding]:
     """Clocks of the GPUs: full, also under load, since all ranks wait for the slowest GPU."""
-    told = {gpu.index: gpu.slowed_by for gpu in machine.driver_gpus if gpu.slowed_by is not None}
-    if not told and machine.hardware.gpus:
-        raise Unread("the driver does not tell", "nvidia-smi -q -d PERFORMANCE,ROW_REMAPPER")
-    reasons = {place: [why for bit, why in SLOWED_BY.items() if bits & bit] for place, bits in told.items()}
-    slowed = [f"GPU{place}: {', '.join(reasons[place])}" for place, bits in told.items() if bits & ~POWER_LIMIT]
-    limited = ", ".join(f"GPU{place}" for place, bits in told.items() if bits)
+    stated = {gpu.index: gpu.slowed_by for gpu in machine.driver_gpus if gpu.slowed_by is not None}
+    if not stated and machine.hardware.gpus:
+        raise Unread("the driver gives no reasons", "nvidia-smi -q -d PERFORMANCE,ROW_REMAPPER")
+    reasons = {place: [why for bit, why in SLOWED_BY.items() if bits & bit] for place, bits in stated.items()}
+    slowed = [f"GPU{place}: {', '.join(reasons[place])}" for place, bits in stated.items() if bits & ~POWER_LIMIT]
+    limited = ", ".join(f"GPU{place}" for place, bits in stated.items() if bits)
     if slowed:
         yield warning("; ".join(slowed))
     elif limited:
@@ -137,26 +137,26 @@ def xid(machine: Machine) -> Iterator[Finding]:
         return
     lines = _records(machine.root / KERNEL_LOG)
     if not lines:
-        raise Unread(machine.why_not(KERNEL_LOG), "sudo dmesg | grep -i xid")
+        raise Unread(machine.unread_reason(KERNEL_LOG), "sudo dmesg | grep -i xid")
     counts = Counter((match[1], int(match[2])) for match in map(XID_LINE.search, lines) if match is not None)
     serious = {key: count for key, count in counts.items() if key[1] not in OF_PROGRAMS}
     shown = ", ".join(f"{number} on {gpu} ({count})" for (gpu, number), count in (serious or counts).items())
     if serious:
         yield warning(shown, confidence="medium")
     elif counts:
-        yield info(shown, "none; these come from programs as a rule", confidence="low")
+        yield info(shown, "none; these usually come from programs", confidence="low")
     else:
         yield ok("none")
 
 
 def _records(device: Path) -> list[str]:
-    """Return the kernel's ring buffer, a record at each read, without waiting for the next one."""
+    """Return the records of the kernel's ring buffer, without waiting for new ones."""
     found: list[str] = []
 
     def unblocked(path: str, flags: int) -> int:
         return os.open(path, flags | os.O_NONBLOCK)
 
-    # An OSError is a record that was overwritten meanwhile, or no right to read.
+    # An OSError means an overwritten record, or missing rights.
     with suppress(OSError), open(device, "rb", buffering=0, opener=unblocked) as file:
         while len(found) < RECORDS and (record := file.read(1 << 16)):
             found += record.decode(errors="replace").splitlines()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that hang: which is in which operation and who is behind, as torch's watchdog and flight recorder say."""
+"""Ranks that hang: the operation of each and the ranks behind, from torch's watchdog and flight recorder."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from commopt.doctor.finding import Finding, error, info, warning
-from commopt.doctor.flight_recorder import Dump, Operation, Place
+from commopt.doctor.flight_recorder import Dump, GroupProgress, RecordedCollective
 
 MOST = 100_000
 MOST_GROUPS = 4
 PAIRED = ("SEND", "RECV", "RECVANYSOURCE", "UNKNOWN")
-"""Operations between two ranks: one sends where the other receives, and their numbers need not agree."""
+"""Operations between two ranks, whose numbers need not agree."""
 _CAUGHT = re.compile(
     r"Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(\d{1,18}), OpType=(\w{1,60})"
     r"(?:, NumelIn=(\d{1,18}), NumelOut=(\d{1,18}))?"
@@ -45,29 +45,29 @@ SILENT = f"python -m commopt doctor --log with the logs or dumps of all ranks; f
 
 @dataclass
 class Hang:
-    """What was found; false when that is nothing."""
+    """Facts about a hang; false if there are none."""
 
-    groups: dict[str, dict[int, Place]] = field(default_factory=dict)
-    """Where the ranks are, by group; "" where a line does not say which."""
+    groups: dict[str, dict[int, GroupProgress]] = field(default_factory=dict)
+    """Progress of the ranks by group; "" if a line does not name the group."""
     members: dict[str, list[int]] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
-    told: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """What torch found out itself, and the remedy."""
+    reports: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """torch's own diagnoses, with remedies."""
     stuck: set[int] = field(default_factory=set)
-    """Ranks whose watchdog itself stood still; -1 for one that is not named."""
-    caught: dict[int, list[Operation]] = field(default_factory=dict)
-    """Operations that the watchdog stopped, by rank: these lines do not name the group."""
+    """Ranks whose watchdog itself was stuck; -1 for an unnamed one."""
+    caught: dict[int, list[RecordedCollective]] = field(default_factory=dict)
+    """Operations stopped by the watchdog, by rank: these lines do not name the group."""
     pairs: dict[str, list[int]] = field(default_factory=dict)
-    """Messages between two ranks that did not end ("send 0->1", "SEND SeqNum 4"), and the ranks that wait in them."""
+    """Unfinished messages between two ranks ("send 0->1", "SEND SeqNum 4"), and the ranks that wait in them."""
     _cut: str = ""
-    """The beginning of a line that a terminal broke."""
+    """The beginning of a line broken by a terminal."""
 
     def __bool__(self) -> bool:
-        return bool(self.groups or self.told or self.stuck or self.caught or self.pairs)
+        return bool(self.groups or self.reports or self.stuck or self.caught or self.pairs)
 
     def add_dump(self, dump: Dump) -> None:
-        """Take in what one rank's flight recorder had."""
-        for group, place in dump.places.items():
+        """Add the dump of one rank's flight recorder."""
+        for group, place in dump.groups.items():
             self.groups.setdefault(group, {})[dump.rank] = place
         for pair in dump.pairs:
             self.pairs.setdefault(pair, []).append(dump.rank)
@@ -75,7 +75,7 @@ class Hang:
         self.names.update(dump.names)
 
     def add_line(self, line: str) -> None:
-        """Take in a line of a log, if torch wrote it about a hang."""
+        """Add a line of a log, if it is a line of torch about a hang."""
         line, self._cut = self._cut + line, ""
         if not any(word in line for word in _WORDS):
             return
@@ -83,87 +83,88 @@ class Hang:
             self._cut = line.rstrip("\n")
             return
         for found in _CAUGHT.finditer(line):
-            rank, _, _ = _who(line[: found.start()])
+            rank, _, _ = _origin_of(line[: found.start()])
             numels = [int(number) if number else None for number in found.groups()[2:]]
             if rank is not None and found[2] in PAIRED and len(self.pairs) < MOST:
                 self.pairs.setdefault(f"{found[2]} SeqNum {found[1]}", []).append(rank)
             elif rank is not None and len(self.caught) < MOST:
-                self.caught.setdefault(rank, []).append(Operation(int(found[1]), found[2], *numels))
+                self.caught.setdefault(rank, []).append(RecordedCollective(int(found[1]), found[2], *numels))
         for found in _STATUS.finditer(line):
             self._status(line[: found.start()], int(found[1]), int(found[2]))
         for found in _BARRIER.finditer(line):
             remedy = f"{LOST}; a process that ended: look for its traceback"
-            self.told.setdefault(f"rank {found[1].strip()} did not reach the barrier in {found[2]} ms", ("", remedy))
+            self.reports.setdefault(f"rank {found[1].strip()} did not reach the barrier in {found[2]} ms", ("", remedy))
         for found in _MISMATCH.finditer(line):
-            self.told.setdefault(found[1].strip(), ("", SAME_CALLS)) if len(self.told) < MOST_GROUPS else None
+            self.reports.setdefault(found[1].strip(), ("", SAME_CALLS)) if len(self.reports) < MOST_GROUPS else None
         if _STUCK.search(line):
-            rank, _, _ = _who(line)
+            rank, _, _ = _origin_of(line)
             self.stuck.add(-1 if rank is None else rank)
 
     def _status(self, before: str, enqueued: int, completed: int) -> None:
-        rank, group, name = _who(before)
+        rank, group, name = _origin_of(before)
         if rank is None or (group not in self.groups and len(self.groups) >= MOST):
             return
         at = _AT.search(before)
         if at is not None and any(rank in ranks and pair.endswith(f" {at[1]}") for pair, ranks in self.pairs.items()):
-            return  # of a message between two ranks, each of which counts its own
+            return  # a message between two ranks, which count separately
         if name:
             self.names[group] = name
-        place = self.groups.setdefault(group, {}).setdefault(rank, Place())
-        if place.enqueued is None:  # the first line counts: later ones come while the process ends
+        place = self.groups.setdefault(group, {}).setdefault(rank, GroupProgress())
+        if place.enqueued is None:  # the first line counts: later ones are written while the process ends
             place.enqueued = enqueued
             place.completed = completed
         if at is not None and place.waits is None and int(at[1]) <= enqueued:
             stopped = [one for one in self.caught.get(rank, []) if one.seq == int(at[1])]
-            place.waits = stopped[0] if stopped else Operation(int(at[1]), "operation")
+            place.waits = stopped[0] if stopped else RecordedCollective(int(at[1]), "operation")
 
-    def places(self) -> dict[str, dict[int, Place]]:
-        """Return the groups with what the watchdog stopped, which may stand in lines of their own."""
+    def merged_groups(self) -> dict[str, dict[int, GroupProgress]]:
+        """Return the groups with the operations stopped by the watchdog, which are logged in separate lines."""
         found = {group: dict(ranks) for group, ranks in self.groups.items()}
         for rank, stopped in self.caught.items():
             known = [ranks[rank] for ranks in found.values() if rank in ranks]
             for one in stopped[:1]:
                 same = [place for place in known if place.next == one.seq]
                 if not same:
-                    found.setdefault("", {})[rank] = Place(one)
+                    found.setdefault("", {})[rank] = GroupProgress(one)
                 elif same[0].waits is None or same[0].waits.name == "operation":
                     same[0].waits = one
         return found
 
 
-def _who(text: str) -> tuple[int | None, str, str]:
-    """Return rank, group and the group's name of the last message that begins in `text`; None without a rank."""
+def _origin_of(text: str) -> tuple[int | None, str, str]:
+    """Return rank, group and group name of the last message that begins in `text`; the rank may be None."""
     found = list(_WHO.finditer(text))
     own = list(_GLOBAL.finditer(text))
     if not found:
         return (int(own[-1][1]) if own else None), "", ""
     last = found[-1]
-    # In front of the line stands the rank in the job, in the brackets that in the group.
+    # The line begins with the rank in the job; the brackets contain the rank in the group.
     return int(own[-1][1] if own else last[4]), last[2] or last[1] or "", last[3] or ""
 
 
 def hangs(hang: Hang) -> Iterator[Finding]:
-    """Say where the ranks are, groups in which they differ first."""
-    for text, (_, remedy) in hang.told.items():
+    """Yield findings about the ranks' operations, groups with differences first."""
+    for text, (_, remedy) in hang.reports.items():
         yield error(text[:400], "all ranks in the same operation", remedy)
-    found = [finding for group, ranks in hang.places().items() if (finding := _group(hang, group, ranks)) is not None]
+    groups = hang.merged_groups().items()
+    found = [finding for group, ranks in groups if (finding := _group(hang, group, ranks)) is not None]
     found.sort(key=lambda finding: finding.confidence != "high")
     yield from found[:MOST_GROUPS]
     if found[MOST_GROUPS:]:
         yield info(f"{len(found) - MOST_GROUPS} more groups of ranks that wait", "no rank that waits")
     if hang.pairs:
         shown = "; ".join(f"rank {_list(sorted(set(ranks)))} waits in {pair}" for pair, ranks in hang.pairs.items())
-        expected = "each send to meet its receive: the rank at the other end does something else, or ended"
+        expected = "each send to meet its receive: the rank at the other end is elsewhere, or has ended"
         yield (info if found else error)(shown[:400], expected, f"{LOST}; {SILENT}", "medium")
     if hang.stuck:
         ranks = ", ".join(map(str, sorted(rank for rank in hang.stuck if rank >= 0))) or "not named"
-        expected = "a watchdog that goes on: a call of CUDA did not return, or a thread keeps Python's lock"
+        expected = "a running watchdog: a call of CUDA did not return, or a thread holds Python's lock"
         remedy = "py-spy dump --native --pid PID; dmesg | grep -i xid; TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC, if it is slow"
-        yield warning(f"torch's own watchdog stood still (rank {ranks})", expected, remedy, "medium")
+        yield warning(f"torch's own watchdog was stuck (rank {ranks})", expected, remedy, "medium")
 
 
-def _group(hang: Hang, group: str, ranks: Mapping[int, Place]) -> Finding | None:
-    """Return what is wrong in one group; None where no rank waits."""
+def _group(hang: Hang, group: str, ranks: Mapping[int, GroupProgress]) -> Finding | None:
+    """Return the finding of one group; None if no rank waits."""
     at = {rank: place.next for rank, place in ranks.items() if place.next is not None}
     waiting = {rank: place.waits for rank, place in ranks.items() if place.waits is not None}
     if not waiting:
@@ -195,8 +196,8 @@ def _group(hang: Hang, group: str, ranks: Mapping[int, Place]) -> Finding | None
     return error(shown, expected, remedy, "medium")
 
 
-def _silent(hang: Hang, group: str, ranks: Mapping[int, Place]) -> list[int]:
-    """Return the members without a word: those of the dumps, else the gaps among numbers of the whole job."""
+def _silent(hang: Hang, group: str, ranks: Mapping[int, GroupProgress]) -> list[int]:
+    """Return the members without a log line: from the members in the dumps, else from gaps in the rank numbers."""
     # gloo's recorder gives the group of all ranks no name.
     members: Iterable[int] = hang.members.get(group) or (hang.members.get("", []) if group == "0" else [])
     if not members and group in ("", "0"):
@@ -204,9 +205,9 @@ def _silent(hang: Hang, group: str, ranks: Mapping[int, Place]) -> list[int]:
     return sorted(set(members) - set(ranks))
 
 
-def _first_difference(ranks: Mapping[int, Place]) -> str | None:
-    """Return the first number at which two ranks called something else, where both are known."""
-    called: dict[int, dict[int, Operation]] = {}
+def _first_difference(ranks: Mapping[int, GroupProgress]) -> str | None:
+    """Return the first operation at which two ranks are known to differ."""
+    called: dict[int, dict[int, RecordedCollective]] = {}
     for rank, place in ranks.items():
         for seq, one in (place.history or ({} if place.waits is None else {place.waits.seq: place.waits})).items():
             called.setdefault(seq, {})[rank] = one
@@ -214,7 +215,7 @@ def _first_difference(ranks: Mapping[int, Place]) -> str | None:
         kinds: dict[tuple[object, ...], list[int]] = {}
         for rank, one in by_rank.items():
             if one.name != "operation":
-                # Parts of unequal length are wrong in some operations only; a sum wants the same of all.
+                # Unequal lengths are wrong in some operations only.
                 numels = (one.numel_in, one.numel_out) if one.kind in ("ALLREDUCE", "BROADCAST", "REDUCE") else ()
                 kinds.setdefault((one.kind, *numels), []).append(rank)
         if len(kinds) > 1:
@@ -222,7 +223,7 @@ def _first_difference(ranks: Mapping[int, Place]) -> str | None:
     return None
 
 
-def _shown(ranks: Mapping[int, Place]) -> str:
+def _shown(ranks: Mapping[int, GroupProgress]) -> str:
     """As in "rank 1 waits in SeqNum 5 ALLREDUCE of 1 element; rank 0 has called nothing after SeqNum 4"."""
     alike: dict[str, list[int]] = {}
     for rank, place in sorted(ranks.items()):

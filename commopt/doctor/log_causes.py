@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What NCCL's warnings mean: which are causes, which follow from another rank's end, and what to do."""
+"""The meaning of NCCL's warnings: causes, consequences of another rank's end, and remedies."""
 
 from __future__ import annotations
 
@@ -9,57 +9,57 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from commopt.doctor.finding import Finding, error, info, warning
-from commopt.doctor.log_settings import agreed, suspect
+from commopt.doctor.log_settings import suspected_setting, without_contradictions
 from commopt.doctor.machine import Version
 
 MOST = 12
 
 
-class Warned(NamedTuple):
-    """A warning."""
+class NcclWarning(NamedTuple):
+    """A warning of NCCL."""
 
     text: str
     times: int
-    """How often it or its like was written."""
+    """How often it, or a similar one, was written."""
     file: str
-    """Of NCCL's source: "graph/search.cc"; "" where the log does not say."""
+    """File of NCCL's source: "graph/search.cc"; "" if the log does not name it."""
 
 
-class Kind(IntEnum):
-    """How near to the root, nearest first."""
+class WarningKind(IntEnum):
+    """Distance of a warning from the root cause, nearest first."""
 
     CAUSE = 0
     NETWORK = 1
-    """The network failed, or the rank at its other end."""
+    """The network failed, or the rank at the other end."""
     SLOW = 2
-    """It goes on, more slowly."""
+    """NCCL continues, more slowly."""
     UNKNOWN = 3
     CONSEQUENCE = 4
-    """Another rank ended: says nothing about why."""
+    """Another rank ended, for an unknown reason."""
     HARMLESS = 5
 
 
 class Meaning(NamedTuple):
-    """What is known about a warning."""
+    """Meaning of a warning."""
 
-    kind: Kind
+    kind: WarningKind
     why: str
     remedy: str
 
 
-CAUSE, NETWORK, SLOW, CONSEQUENCE = Kind.CAUSE, Kind.NETWORK, Kind.SLOW, Kind.CONSEQUENCE
+CAUSE, NETWORK, SLOW, CONSEQUENCE = WarningKind.CAUSE, WarningKind.NETWORK, WarningKind.SLOW, WarningKind.CONSEQUENCE
 SHM_SIZE = "docker run --shm-size=8g ... (or --ipc=host); df /dev/shm"
 FIRST = "look for the first error of all ranks: python -m commopt doctor --log FOLDER"
 SUBNET = "export NCCL_SOCKET_IFNAME to the network that the nodes share (containers: --network=host); check firewalls"
 MEMLOCK = "ulimit -l unlimited (limits.conf; docker run --ulimit memlock=-1; services: LimitMEMLOCK=infinity)"
 IMEX = "nvidia-imex-ctl -N; ls /dev/nvidia-caps-imex-channels (one channel per container, one IMEX domain per job)"
 SLEEPING_FABRIC = "sudo systemctl enable --now nvidia-fabricmanager; nvidia-smi -q | grep -A3 Fabric"
-NVLS = "nvidia-smi -q | grep -A3 Fabric; reboot; to go on without: NCCL_NVLS_ENABLE=0; between nodes: "
+NVLS = "nvidia-smi -q | grep -A3 Fabric; reboot; to continue without: NCCL_NVLS_ENABLE=0; between nodes: "
 COMPLETION = r"Got completion .*?(?:status=|error )(?:IBV_WC_\w+\()?"
-"""In front of InfiniBand's completion status."""
+"""The text in front of InfiniBand's completion status."""
 ON_BOTH = "python -m commopt doctor on both nodes, during the job"
 
-# The first pattern that is found in a warning (or in the error that torch repeats) says what it means.
+# The first pattern found in a warning (or in the error that torch repeats) gives its meaning.
 MEANINGS = tuple((re.compile(pattern, re.IGNORECASE), Meaning(kind, why, fix)) for pattern, kind, why, fix in (
     ("ibv_modify_qp failed.*retrying", SLOW, "an adapter answered late, and NCCL tried again",
      f"{ON_BOTH}; NCCL_CROSS_NIC=0 where rails are not joined"),
@@ -78,8 +78,8 @@ MEANINGS = tuple((re.compile(pattern, re.IGNORECASE), Meaning(kind, why, fix)) f
     (f"{COMPLETION}13\\b", NETWORK, "receiver not ready: the peer takes nothing",
      f"{FIRST}; otherwise flow control: {ON_BOTH}"),
     (COMPLETION, NETWORK, "the network failed", f"cable, switch or flow control: {ON_BOTH}"),
-    # Of a plugin of Google, in runs that are well.
-    ("Cannot get incoming CPU|Maximum retry reached", Kind.HARMLESS, "this one does no harm", ""),
+    # Written by a plugin of Google in successful runs.
+    ("Cannot get incoming CPU|Maximum retry reached", WarningKind.HARMLESS, "this one does no harm", ""),
     # graph/: the machine as NCCL sees it
     ("XML (?:Import|Export) Channel|XML Graph|XML graph file", CAUSE,
      "a graph file (NCCL_GRAPH_FILE) names GPUs or adapters that this job does not have: it is for another machine "
@@ -273,7 +273,7 @@ MEANINGS = tuple((re.compile(pattern, re.IGNORECASE), Meaning(kind, why, fix)) f
 
 _VENDOR = re.compile(r"vendor[ _]err[ =](\d+)")
 
-# What differs between two warnings of one kind: files, peers, addresses, numbers.
+# The variable parts of similar warnings: files, peers, addresses, numbers.
 _VARYING = (
     (re.compile(r"/dev/shm/\S+"), "/dev/shm/..."),
     (re.compile(r"(?:\[[0-9a-fA-F:.%\w]+\]|[\w.:%-]+)<\d+>"), "<peer>"),
@@ -283,8 +283,8 @@ _VARYING = (
 _KEPT = re.compile(r"((?:status=|error |Cuda failure )(?:IBV_WC_\w+\()?\d+\)?)")
 
 
-def alike(text: str) -> str:
-    """Return `text` without what differs between ranks: addresses, ports, files, numbers. Error codes stay."""
+def normalized(text: str) -> str:
+    """Return `text` without addresses, ports, files and numbers, which differ between ranks. Error codes stay."""
     first, *rest = _KEPT.split(text, maxsplit=1)
     code, last = rest or ("", "")
     for pattern, word in _VARYING:
@@ -292,10 +292,12 @@ def alike(text: str) -> str:
     return first + code + last
 
 
-def meaning_of(warned: Warned, settings: Mapping[str, str], version: Version | None, merged: bool) -> Meaning:
-    """Return what is known about a warning; of one that is not known, which setting of its family is to be doubted.
+def meaning_of(warned: NcclWarning, settings: Mapping[str, str], version: Version | None, merged: bool) -> Meaning:
+    """Return the meaning of a warning. For an unknown one, a setting of its family may be suspected.
 
-    settings: what the log says was set. version: of NCCL. merged: whether NCCL made one adapter of several.
+    settings: the settings in the log.
+    version: version of NCCL.
+    merged: whether NCCL merged several adapters into one.
     """
     known = next((meaning for pattern, meaning in MEANINGS if pattern.search(warned.text)), None)
     of_graph = warned.file.startswith("graph/") or re.search("NET with id|path for pattern", warned.text)
@@ -304,24 +306,28 @@ def meaning_of(warned: Warned, settings: Mapping[str, str], version: Version | N
         return Meaning(
             CAUSE, why, "NCCL 2.27 or newer (torch 2.8 has it); NCCL_NET_MERGE_LEVEL=LOC does not always help"
         )
-    doubted = suspect(warned.file, warned.text, settings, known is not None)
-    if doubted is not None and (known is None or known.kind < Kind.CONSEQUENCE):
+    doubted = suspected_setting(warned.file, warned.text, settings, known is not None)
+    if doubted is not None and (known is None or known.kind < WarningKind.CONSEQUENCE):
         name, why, remedy = doubted
         kind, reason = (CAUSE, "") if known is None else (known.kind, f"{known.why}; ")
         rest = "" if known is None or name in known.remedy else f"; otherwise: {known.remedy}"
         return Meaning(kind, f"{reason}{why}", f"{remedy}{rest}")
     if known is None:
-        return Meaning(Kind.UNKNOWN, "no warning", f"read the lines before it; {FIRST}")
-    return known._replace(remedy=agreed(known.remedy, settings))
+        return Meaning(WarningKind.UNKNOWN, "no warning", f"read the lines before it; {FIRST}")
+    return known._replace(remedy=without_contradictions(known.remedy, settings))
 
 
 def explain(
-    warnings: Mapping[str, Warned], settings: Mapping[str, str], version: Version | None, merged: bool, caused: bool
+    warnings: Mapping[str, NcclWarning],
+    settings: Mapping[str, str],
+    version: Version | None,
+    merged: bool,
+    caused: bool,
 ) -> Iterable[Finding]:
-    """Say what the warnings mean, causes first; `warnings` has the first of each kind, in the order of the log.
+    """Yield findings about the warnings, causes first. Possible consequences of a cause are no errors of their own.
 
-    Where there is a cause, what may follow from it is no error of its own. `caused`: other lines of the log show what
-    keeps the ranks from each other.
+    warnings: the first warning of each kind, in the order of the log.
+    caused: whether other lines of the log show the cause.
     """
     meant = [(meaning_of(one, settings, version, merged), one) for one in warnings.values()]
     known = sorted(meant, key=lambda one: one[0].kind)
@@ -332,20 +338,20 @@ def explain(
         yield info(f"{len(known) - MOST} more kinds of warnings", "no warning", "grep 'NCCL WARN'")
 
 
-def _finding(meaning: Meaning, value: str, text: str, nearest: Kind, caused: bool) -> Finding:
+def _finding(meaning: Meaning, value: str, text: str, nearest: WarningKind, caused: bool) -> Finding:
     vendor = _VENDOR.search(text)
     why = meaning.why + (f" (vendor error {vendor[1]})" if vendor else "")
-    later = f"{why}; this may follow from what stands above"
-    if meaning.kind is Kind.HARMLESS:
+    later = f"{why}; this may be a consequence of the findings above"
+    if meaning.kind is WarningKind.HARMLESS:
         return info(value, f"no warning, but {why}", None, "medium")
     if meaning.kind in (NETWORK, CONSEQUENCE) and caused:
-        return info(value, f"{why}; this follows from what stands above", None, "medium")
+        return info(value, f"{why}; this is a consequence of the findings above", None, "medium")
     if meaning.kind is SLOW:
         return warning(value, why, meaning.remedy, "medium")
-    if meaning.kind is Kind.UNKNOWN:
+    if meaning.kind is WarningKind.UNKNOWN:
         return warning(value, why, meaning.remedy, "low")
     if meaning.kind is nearest or nearest is SLOW:
         return error(value, why, meaning.remedy, "medium")
-    if meaning.kind is CONSEQUENCE and nearest is not Kind.UNKNOWN:
+    if meaning.kind is CONSEQUENCE and nearest is not WarningKind.UNKNOWN:
         return info(value, later, None, "low")
     return warning(value, later, meaning.remedy, "low")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a log of NCCL means: which transports, adapters and settings were used, what that costs, what to do."""
+"""Findings from a log of NCCL: transports, adapters and settings in use, their cost, and remedies."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from pathlib import Path
 from commopt.doctor.finding import Check, Finding, Severity, Unread, check, error, in_order, info, ok, warning
 from commopt.doctor.gpudirect import LOAD
 from commopt.doctor.hang import hangs
-from commopt.doctor.log_causes import Warned, explain
-from commopt.doctor.log_interfaces import infiniband, judged, strangers
-from commopt.doctor.log_reader import HOW, OLDEST, TCP, Log
+from commopt.doctor.log_causes import NcclWarning, explain
+from commopt.doctor.log_interfaces import interface_findings, ipoib_interfaces, unreachable_peers
+from commopt.doctor.log_reader import LOG_VARIABLES, OLDEST, TCP, Log
 from commopt.doctor.machine import Machine, version_text
-from commopt.doctor.settings import DEBUG, TUNING, harmful
+from commopt.doctor.settings import DEBUG, TUNING, harmful_settings
 
 # Plugins for InfiniBand and RoCE: NCCL's own, NVIDIA's under its names, Google's.
 INFINIBAND = ("IB", "NCCL RDMA", "gIB", "SHARP", "UCX")
 _SLOW_RDMA = re.compile(r"i40iw|irdma|iw_?cxgb|cxgb|siw|rxe|rdmap?_?rxe")
-# ncclResult_t, as far as it is an error.
+# The errors of ncclResult_t.
 RESULTS = ("", "CUDA error", "system error", "internal error", "invalid argument", "invalid usage", "remote error")
 UNSET_BOTH = "unset NCCL_P2P_DISABLE NCCL_SHM_DISABLE"
 
 
 def examine(log: Log) -> list[Finding]:
-    """Say what the log tells, worst first."""
+    """Return the findings of a log, worst first."""
     checks: tuple[Check[Log], ...] = (
         log_hang,
         log_interfaces,
@@ -57,13 +57,13 @@ def log_hang(log: Log) -> Iterable[Finding]:
 @check("log")
 def log_interfaces(log: Log) -> Iterable[Finding]:
     """Interfaces between nodes"""
-    return judged(log)
+    return interface_findings(log)
 
 
 @check("log")
 def log_verbs(log: Log) -> Iterator[Finding]:
     """InfiniBand in reach"""
-    names = infiniband(log)
+    names = ipoib_interfaces(log)
     switched_off = log.environment.get("NCCL_IB_DISABLE", "0") != "0" or "NCCL_NET" in log.environment
     if names and not switched_off and log.machines != 1:
         expected = "RDMA: InfiniBand is there, but NCCL sees no device of verbs and sends IP packets over it, several "
@@ -76,15 +76,15 @@ def log_verbs(log: Log) -> Iterator[Finding]:
 @check("log")
 def log_warnings(log: Log) -> Iterable[Finding]:
     """Warnings of NCCL"""
-    caused = bool(strangers(log)) or any(one.severity is Severity.ERROR for one in judged(log))
-    caused = caused or bool(infiniband(log)) or bool(log.hang.groups)
-    # Every failure has a warning as a rule; where there is none, the way back of the result is what there is.
+    caused = bool(unreachable_peers(log)) or any(one.severity is Severity.ERROR for one in interface_findings(log))
+    caused = caused or bool(ipoib_interfaces(log)) or bool(log.hang.groups)
+    # A failure usually has a warning. Otherwise the returned result is used.
     warnings = log.warnings or _first_failure(log)
     return explain(warnings, log.environment, log.version, bool(log.merged), caused)
 
 
-def _first_failure(log: Log) -> dict[str, Warned]:
-    """Return the first result that was an error, if one came back to a call; some do not when a job ends well."""
+def _first_failure(log: Log) -> dict[str, NcclWarning]:
+    """Return the first error that was returned to a call; some errors occur at the end of a successful job."""
     returned = any(re.search(r"(?:^|/)(?:init|group|enqueue|collectives)\.cc", one.file) for one in log.failed.values())
     if not returned or log.hang:
         return {}
@@ -95,21 +95,21 @@ def _first_failure(log: Log) -> dict[str, Warned]:
 
 @check("log")
 def log_understood(log: Log) -> Iterator[Finding]:
-    """What the log tells"""
+    """Content of the log"""
     if log.version is not None and log.version < OLDEST:
-        expected = f"NCCL {version_text(OLDEST)} or newer: how older ones write connections is not known here"
-        remedy = "a newer torch (or NCCL), whose log tells more; its own lines: grep -e Ring -e via -e WARN"
+        expected = f"NCCL {version_text(OLDEST)} or newer: the log format of older versions is unknown here"
+        remedy = "a newer torch (or NCCL) with a more detailed log; its own lines: grep -e Ring -e via -e WARN"
         yield warning(f"NCCL {version_text(log.version)}", expected, remedy)
     elif not log.channels and not log.warnings and not log.failed and not log.hang:
-        expected = "lines `Channel ... via`: without one this log does not say whether communication is slow"
-        yield warning("no connection in this log", expected, f"run to the first step with {HOW}", "medium")
+        expected = "lines `Channel ... via`: without them the log does not show whether communication is slow"
+        yield warning("no connection in this log", expected, f"run to the first step with {LOG_VARIABLES}", "medium")
 
 
 @check("log")
 def log_version(log: Log) -> Iterator[Finding]:
     """NCCL"""
     if log.version is None:
-        raise Unread("no line with NCCL's version", HOW)
+        raise Unread("no line with NCCL's version", LOG_VARIABLES)
     nodes = f" on {log.machines} node(s)" if log.machines else ""
     yield info(f"{version_text(log.version)}, {log.ranks or 'unknown number of'} ranks{nodes}", "for reference")
 
@@ -151,17 +151,17 @@ def _no_network(log: Log) -> Finding:
     if names == "Socket" and _why_sockets(log) is not None:
         return _sockets(log, "Using network Socket")
     why = f"only `Using network {names}`" if names else "not in this log"
-    raise Unread(f"no line `Channel ... via NET`: {why}", HOW)
+    raise Unread(f"no line `Channel ... via NET`: {why}", LOG_VARIABLES)
 
 
 def _sockets(log: Log, names: str) -> Finding:
     cost = "RDMA where there is any: TCP copies every byte through both CPUs, often at half the line rate"
     because = _why_sockets(log)
     if because is not None:
-        # libibverbs is normally absent where there is no adapter, which the log does not tell.
+        # libibverbs is normally absent on machines without adapters, and the log does not show adapters.
         kind, sure = (warning, "medium") if "libibverbs" in because[0] else (error, "high")
         return kind(f"{names}; {because[0]}", cost, because[1], sure)
-    question = "" if infiniband(log) else "no RDMA adapter? then: "
+    question = "" if ipoib_interfaces(log) else "no RDMA adapter? then: "
     remedy = f"{question}NCCL_SOCKET_NTHREADS=4 NCCL_NSOCKS_PERTHREAD=4, and compress between nodes"
     if log.sockets > 1:
         names, remedy = f"{names}, {log.sockets} sockets each", f"{question}compress between nodes"
@@ -171,7 +171,7 @@ def _sockets(log: Log, names: str) -> Finding:
 
 
 def _why_sockets(log: Log) -> tuple[str, str] | None:
-    """Return why NCCL fell back to TCP although there may be RDMA, and the remedy; None when the log has no reason."""
+    """Return the reason why NCCL fell back to TCP, and the remedy; None if the log has no reason."""
     hca, names = log.environment.get("NCCL_IB_HCA"), ", ".join(log.names("IB"))
     install = "apt-get install libibverbs1 ibverbs-providers, where ls /sys/class/infiniband lists adapters"
     rebuild = "ldd libnccl-net.so in the container; a plugin that was built for this image and this libfabric"
@@ -193,7 +193,7 @@ def log_gdr(log: Log) -> Iterator[Finding]:
     direct = sum(count for (_, is_direct), count in log.ends.items() if is_direct)
     reasons = [text for text, _ in log.no_gdr.most_common(3)]
     if not rdma:
-        # Before the first connection adapters without it are named; pairs that are too far apart need not be used.
+        # Before the first connection the log names adapters without it. Pairs that are too far apart may be unused.
         without = [text for text in reasons if "distance" not in text]
         only_tcp = bool(log.networks) and set(log.networks) <= {*TCP}
         if without and log.machines != 1 and not only_tcp and log.no_gdr_gpu is None:
@@ -227,7 +227,7 @@ def _fix_gpudirect(log: Log, reasons: list[str]) -> str:
         if log.environment.get(name, "").upper() in ("LOC", "0"):
             return f"unset {name}"
     level = log.environment.get("NCCL_NET_GDR_LEVEL", log.environment.get("NCCL_IB_GDR_LEVEL"))
-    # An adapter that is called enabled has its module, or DMA-BUF: what is left is the distance from the GPU.
+    # An adapter that the log calls enabled has its module or DMA-BUF, so the distance from the GPU is the reason.
     if any("distance" in reason for reason in reasons) or log.gdr or level is not None:
         now = f" (now {level})" if level is not None else ""
         return f"a nearer adapter (NCCL_IB_HCA), or try: export NCCL_NET_GDR_LEVEL=PHB (or SYS){now}"
@@ -273,7 +273,7 @@ def log_adapters(log: Log) -> Iterator[Finding]:
     if log.provider:
         shown += f"; libfabric over {log.provider}"
     used = [name for plugin, place in log.adapters for name in log.devices.get(plugin, {}).get(place, [])]
-    # Where queues cannot be joined, the numbers may mean other adapters on the next node.
+    # If queues cannot be connected, the numbers may mean other adapters on the next node.
     joined = not any("ibv_modify_qp" in one.text or "ncompatible" in one.text for one in log.warnings.values())
     if len({name.split("/")[1] for name in (used if joined else log.names("IB")) if "/" in name}) > 1:
         remedy = "export NCCL_IB_HCA to the adapters of one kind: ibstat | grep -e CA -e layer"
@@ -304,19 +304,20 @@ def log_environment(log: Log) -> Iterator[Finding]:
     shown = ", ".join(f"{name}={value}" for name, value in sorted(log.environment.items()))
     own = {name: value for name, value in log.environment.items() if name not in log.by_plugin}
     own = {name: value for name, value in own.items() if not name.startswith("NCCL_DEBUG")}
-    network = next((name for name in log.networks if name not in ("IB", *TCP)), "")  # of a provider
-    # By the same rules as a process's own environment.
-    for one in (*harmful(Machine(Path(os.devnull), {"NCCL_NET": network} | own), (DEBUG, TUNING)), *_gid_index(log)):
+    network = next((name for name in log.networks if name not in ("IB", *TCP)), "")  # the network of a provider
+    # The same rules as for a process's own environment.
+    machine = Machine(Path(os.devnull), {"NCCL_NET": network} | own)
+    for one in (*harmful_settings(machine, (DEBUG, TUNING)), *_gid_index(log)):
         if one.severity is not Severity.INFO:
             yield replace(one, value=f"{one.read}={one.value}")
-        elif not one.read:  # what a provider chose
+        elif not one.read:  # chosen by a provider
             yield one
     if shown:
         yield info(shown, "for reference")
 
 
 def _gid_index(log: Log) -> Iterator[Finding]:
-    """A number that is right on one machine is another kind of address on the next, and NCCL finds the right one."""
+    """Yield a warning about a fixed GID index: it may be another kind of address on other machines."""
     name = "NCCL_IB_GID_INDEX"
     value = log.environment.get(name, "-1")
     over_infiniband = any(device.endswith("/IB") for device in log.names("IB"))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What NCCL really did: the facts in logs written with NCCL_DEBUG=INFO, and in what torch writes when ranks hang.
+"""Reads the facts in logs of NCCL_DEBUG=INFO, and in torch's messages and dumps about hangs.
 
-NCCL 2.4 and later; of older ones the network and its interfaces.
+Supports NCCL 2.4 and later; for older versions only the network and its interfaces.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import TypeVar
 
 from commopt.doctor.flight_recorder import read_dump
 from commopt.doctor.hang import Hang
-from commopt.doctor.log_causes import Warned, alike
+from commopt.doctor.log_causes import NcclWarning, normalized
 from commopt.doctor.machine import Version
 from commopt.document import plain_file, reason_of
 from commopt.errors import ConfigurationError
 
-HOW = "NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,ENV,NET,GRAPH NCCL_DEBUG_FILE=nccl.%h.%p"
-LONGEST = 4000  # characters of a line that are looked at: rings of large jobs are longer, and not needed
-MOST = 200  # different lines of one kind that are kept
+LOG_VARIABLES = "NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,ENV,NET,GRAPH NCCL_DEBUG_FILE=nccl.%h.%p"
+LONGEST = 4000  # characters read of a line: only rings of large jobs are longer, and these are not needed
+MOST = 200  # different lines kept of one kind
 MOST_RANKS = 100_000
 OLDEST = (2, 4)
-"""Connections of earlier versions of NCCL may be written in ways that are not known here."""
+"""Earlier versions of NCCL may log connections in unknown formats."""
 TCP = ("Socket", "FastSocket")
-"""Plugins that send through the kernel; all others do RDMA, or what a provider has in its place."""
+"""Plugins that send through the kernel. All others use RDMA or a provider's equivalent."""
 
 _T = TypeVar("_T")
 _K = TypeVar("_K")
@@ -36,32 +36,32 @@ _K = TypeVar("_K")
 
 @dataclass
 class Log:
-    """What was found; everything is empty until a line says it."""
+    """The facts of a log; empty until a line provides them."""
 
     source: str
     version: Version | None = None
     ranks: int | None = None
     seen: set[tuple[int, int]] = field(default_factory=set)
-    """Size of a communicator and the number in it, of the ranks that wrote the log."""
+    """Size of the communicator and rank in it, of each rank that wrote the log."""
     nodes: int | None = None
-    """As NCCL counts them; ranks of one machine that cannot reach each other inside it count as nodes too."""
+    """Number of nodes as NCCL counts them; ranks of one machine without a transport inside it count separately."""
     hosts: set[str] = field(default_factory=set)
-    """Names at the beginning of lines; not every log holds those of all nodes."""
+    """Host names at the beginning of lines, perhaps not those of all nodes."""
     networks: Counter[str] = field(default_factory=Counter)
     devices: dict[str, dict[int, list[str]]] = field(default_factory=dict)
-    """Names of adapters and interfaces by NET plugin ("IB", "Socket") and number, which nodes may give differently."""
+    """Names of adapters and interfaces by NET plugin ("IB", "Socket") and number, which may differ between nodes."""
     merged: set[str] = field(default_factory=set)
-    """Adapters that NCCL made one of: "mlx5_0:1/IB"."""
+    """Adapters that NCCL merged into one: "mlx5_0:1/IB"."""
     interfaces: dict[tuple[str, str, str], set[str]] = field(default_factory=dict)
-    """The hosts that told each (use, name, address); the use is "Bootstrap", "Socket" or "OOB"."""
+    """The hosts that logged each (use, name, address); the use is "Bootstrap", "Socket" or "OOB"."""
     provider: str | None = None
-    """What libfabric goes over: "efa", "tcp"."""
+    """The provider of libfabric: "efa", "tcp"."""
     sockets: int = 1
-    """Of each connection."""
+    """Number of sockets of each connection."""
     channels: Counter[str] = field(default_factory=Counter)
     """Ends of connections by transport: "NET/IB/GDRDMA", "NET/Socket", "P2P/CUMEM", "SHM/direct/direct"."""
     ends: Counter[tuple[str, bool]] = field(default_factory=Counter)
-    """"send" or "receive" and whether directly to GPU memory, of those over RDMA."""
+    """Ends of RDMA connections: "send" or "receive", and whether directly to GPU memory."""
     adapters: Counter[tuple[str, int]] = field(default_factory=Counter)
     """Ends of connections by plugin and device number."""
     no_gdr: Counter[str] = field(default_factory=Counter)
@@ -69,36 +69,36 @@ class Log:
     """Adapters that the log calls enabled for GPUDirect RDMA: "HCA 0 'mlx5_0'"."""
     environment: dict[str, str] = field(default_factory=dict)
     by_plugin: dict[str, bool] = field(default_factory=dict)
-    """Variables that a network plugin set, not a person."""
+    """Variables set by a network plugin, not by the user."""
     plugin_error: str | None = None
-    """Why a network plugin that is there does not load."""
+    """Reason why a present network plugin does not load."""
     no_verbs: bool = False
     no_ib_device: bool = False
     no_peer: bool = False
     no_gdr_gpu: str | None = None
-    """A GPU that the job's own lines name and that has no GPUDirect RDMA, whatever is installed."""
+    """A GPU named in the log that never has GPUDirect RDMA."""
     mnnvl: bool = False
     """Whether the nodes share NVLink."""
-    warnings: dict[str, Warned] = field(default_factory=dict)
-    """The first of each kind of warnings, and how many there were, in the order of the log."""
-    failed: dict[str, Warned] = field(default_factory=dict)
-    """Lines of INFO with a result that is an error ("misc/socket.cc:505 -> 2"), which NCCL writes on its way back."""
+    warnings: dict[str, NcclWarning] = field(default_factory=dict)
+    """The first warning of each kind, with the number of such warnings, in the order of the log."""
+    failed: dict[str, NcclWarning] = field(default_factory=dict)
+    """Lines of INFO with an error as result ("misc/socket.cc:505 -> 2"), which NCCL writes while it returns."""
     hang: Hang = field(default_factory=Hang)
-    """What torch wrote about ranks that hang."""
+    """torch's messages about ranks that hang."""
 
     @property
     def network_channels(self) -> dict[str, int]:
-        """Those that leave the machine (or that NCCL sends over the network inside it)."""
+        """Connections over the network."""
         return {name: count for name, count in self.channels.items() if name.startswith(("NET/", "COLLNET/"))}
 
     @property
     def host_names(self) -> set[str]:
-        """The names of hosts without those that the end of another line sticks to."""
+        """The host names without those damaged by the end of another line."""
         return {name for name in self.hosts if not any(name != end and name.endswith(end) for end in self.hosts)}
 
     @property
     def machines(self) -> int | None:
-        """Nodes: as NCCL counts them, else by the names in the log where there are several."""
+        """Number of nodes: as NCCL counts them, else the number of host names if there are several."""
         names = self.host_names
         if self.all_over_network and len(names) == 1:
             return 1 if sum(size == self.ranks for size, _ in self.seen) == self.ranks else None
@@ -106,7 +106,7 @@ class Log:
 
     @property
     def all_over_network(self) -> bool:
-        """Whether everything that joins the ranks of one machine was switched off."""
+        """Whether all transports inside a machine were disabled."""
         return all(self.environment.get(name) == "1" for name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"))
 
     def names(self, plugin: str) -> list[str]:
@@ -115,10 +115,10 @@ class Log:
 
 
 def read_logs(paths: Sequence[Path]) -> Log:
-    """Read logs of one job as one: files, and all files of a folder (one for each rank, say).
+    """Read the logs of one job: files, and all files of folders (one for each rank, say).
 
-    Dumps of torch's flight recorder (pickle or JSON) among them are read too. Raises ConfigurationError (one line) for
-    what cannot be read, and where no file has a line of NCCL, nor of torch's watchdog.
+    Dumps of torch's flight recorder (pickle or JSON) are read too. Raises ConfigurationError (one line) for unreadable
+    files, and if no file has a line of NCCL or torch's watchdog.
     """
     files = [file for path in paths for file in (_files(path) if os.path.isdir(path) else [path])]
     source = str(paths[0]) if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
@@ -130,7 +130,7 @@ def read_logs(paths: Sequence[Path]) -> Log:
             hang.add_dump(dump)
     log = parse_log((line for file in texts for line in _lines(file)), source, hang)
     if log is None:
-        raise ConfigurationError(f"{source} has no line of NCCL in it; pass a log written with {HOW}")
+        raise ConfigurationError(f"{source} has no line of NCCL; pass a log written with {LOG_VARIABLES}")
     return log
 
 
@@ -144,7 +144,7 @@ def _files(folder: Path) -> list[Path]:
 def _lines(path: Path) -> Iterator[str]:
     """Yield the lines of a file, each up to LONGEST characters: a file may be one line without an end."""
     try:
-        if not str(path).startswith(("/dev/fd/", "/dev/stdin")):  # what the shell or `|` hands over has an end
+        if not str(path).startswith(("/dev/fd/", "/dev/stdin")):  # input from the shell or `|` has an end
             plain_file(path)
         with path.open(errors="replace") as file:
             begins = True
@@ -153,7 +153,9 @@ def _lines(path: Path) -> Iterator[str]:
                     yield piece
                 begins = piece.endswith("\n")
     except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{path} cannot be read ({reason_of(error)}); pass a log written with {HOW}") from None
+        raise ConfigurationError(
+            f"{path} cannot be read ({reason_of(error)}); pass a log written with {LOG_VARIABLES}"
+        ) from None
 
 
 _VERSION = re.compile(r"[NR]CCL version (\d+)\.(\d+)\.(\d+)")
@@ -161,17 +163,17 @@ _MESSAGE = re.compile(r"NCCL (INFO|WARN)\b")
 _FILE = re.compile(r"([\w/]+\.(?:cc|cu|h)):\d+ *$")
 _HOST = re.compile(r"([\w.\-]+):\d+:\d+ \[")
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
-_LAST_ERROR = "Last error:"  # what torch says above the text of the last warning, whatever NCCL_DEBUG is
+_LAST_ERROR = "Last error:"  # torch's line above the last warning, for any NCCL_DEBUG
 _LAST_ENTRY = re.compile(r"Last NCCL warning\(error\) log entry \(may be unrelated\) '(.{1,400}?)'(?:\.|$)")
-"""What XLA says."""
+"""XLA's form of the last warning."""
 _NO_GDR_GPU = re.compile(r"GeForce|(?:NVIDIA |\b)GB10\b|\bJetson\b|\b(?:NVIDIA Thor|Orin)\b|\broceP2p1s0f[01]\b")
-"""Or, in an adapter's name, the second PCI domain of a GB10's own card."""
+"""Names of GPUs, or of an adapter in the second PCI domain of a GB10."""
 _RANK = re.compile(r"^\s*(?:\[[\w|]+\]:)?\s*")
-_NO_VERBS = "Failed to open libibverbs"  # a warning in old versions, although a machine without RDMA needs none
+_NO_VERBS = "Failed to open libibverbs"  # a warning in old versions, though harmless without RDMA
 
 
 def parse_log(lines: Iterable[str], source: str, hang: Hang | None = None) -> Log | None:
-    """Collect the facts of a log; None when no line is NCCL's, nor of torch's watchdog, and `hang` has nothing."""
+    """Return the facts of a log; None if it has no line of NCCL or torch's watchdog, and `hang` is empty."""
     log, any_line, line_before = Log(source, hang=hang or Hang()), False, ""
     prefix: str | None = None  # of the line above
     for line in lines:
@@ -180,8 +182,8 @@ def parse_log(lines: Iterable[str], source: str, hang: Hang | None = None) -> Lo
         if prefix is not None:
             any_line = True
             _warning(log, _RANK.sub("", line.removeprefix(prefix)).strip())
-        told = _LAST_ERROR in line and "nccl" in line_before.lower()
-        prefix, line_before = line.partition(_LAST_ERROR)[0] if told else None, line
+        is_last_error = _LAST_ERROR in line and "nccl" in line_before.lower()
+        prefix, line_before = line.partition(_LAST_ERROR)[0] if is_last_error else None, line
         for entry in _LAST_ENTRY.finditer(line):
             any_line = True
             _warning(log, entry[1])
@@ -210,7 +212,7 @@ def parse_log(lines: Iterable[str], source: str, hang: Hang | None = None) -> Lo
 
 
 def _warning(log: Log, text: str, file: str = "") -> None:
-    # CUDA's errors mean different things in different places.
+    # The meaning of a CUDA error depends on the place.
     text = re.sub(r"^\S+:\d+ ", "", text) + (f" ({file})" if file and text.startswith("Cuda failure") else "")
     if _NO_VERBS in text:
         log.no_verbs = True
@@ -218,15 +220,15 @@ def _warning(log: Log, text: str, file: str = "") -> None:
         _one_more(log.warnings, text, file)
 
 
-def _one_more(table: dict[str, Warned], text: str, file: str) -> None:
-    kind = alike(text)
-    first = table.get(kind, Warned(text, 0, file))
-    _keep(table, kind, first._replace(times=first.times + 1))
+def _one_more(table: dict[str, NcclWarning], text: str, file: str) -> None:
+    kind = normalized(text)
+    first = table.get(kind, NcclWarning(text, 0, file))
+    _set_unless_full(table, kind, first._replace(times=first.times + 1))
 
 
 def _info(log: Log, text: str, host: str) -> None:
     for use, name, address in _interfaces(text):
-        _keep(log.interfaces, (use, name, address), log.interfaces.get((use, name, address), set()) | {host})
+        _set_unless_full(log.interfaces, (use, name, address), log.interfaces.get((use, name, address), set()) | {host})
     if result := _RESULT.match(text):
         _one_more(log.failed, text, result[1])
     elif _LOUD.search(text):
@@ -238,7 +240,7 @@ def _info(log: Log, text: str, host: str) -> None:
 
 
 def _interfaces(text: str) -> Iterator[tuple[str, str, str]]:
-    """Yield use, name and address of the interfaces in a line."""
+    """Yield use, name and address of each interface in a line."""
     before, oob, after = text.partition("OOB ")
     if oob and (found := _INTERFACE.match(after)):
         yield "OOB", found[1], found[2]
@@ -248,14 +250,14 @@ def _interfaces(text: str) -> Iterator[tuple[str, str, str]]:
             yield kind, found[1], found[2]
 
 
-def _keep(table: dict[_K, _T], key: _K, value: _T) -> None:
-    """Set an entry, unless it is one of too many."""
+def _set_unless_full(table: dict[_K, _T], key: _K, value: _T) -> None:
+    """Set an entry, unless the table is full."""
     if key in table or len(table) < MOST:
         table[key] = value
 
 
 def _count(counter: Counter[_T], key: _T) -> None:
-    _keep(counter, key, counter[key] + 1)
+    _set_unless_full(counter, key, counter[key] + 1)
 
 
 def _channel(log: Log, found: re.Match[str]) -> None:
@@ -273,7 +275,7 @@ def _channel(log: Log, found: re.Match[str]) -> None:
 
 
 def _devices(log: Log, found: re.Match[str]) -> None:
-    _keep(log.devices, found[1], log.devices.get(found[1], {}))
+    _set_unless_full(log.devices, found[1], log.devices.get(found[1], {}))
     places = log.devices.get(found[1], {})
     for place, fused, single in _DEVICE.findall(found[2].split("; OOB")[0]):
         there = places.get(int(place), [])
@@ -281,7 +283,7 @@ def _devices(log: Log, found: re.Match[str]) -> None:
         log.merged |= set(parts[:MOST]) if len(parts) > 1 and len(log.merged) < MOST else set()
         new = [name for name in parts or [single] if name not in there]
         if new and len(there) < MOST:
-            _keep(places, int(place), there + new)
+            _set_unless_full(places, int(place), there + new)
 
 
 def _comm(log: Log, found: re.Match[str]) -> None:
@@ -304,24 +306,24 @@ def _gdr(log: Log, found: re.Match[str]) -> None:
 
 
 def _set(name: str, value: object = None) -> Callable[[Log, re.Match[str]], None]:
-    """Set an attribute: to `value`, or to the first group."""
+    """Return a function that sets an attribute to `value`, or to the first group of the match."""
     return lambda log, found: setattr(log, name, value or found[1])
 
 
-# Ranks that share an output run into each other, so only what is known to belong to a name is taken.
+# Lines of ranks that share an output run into each other, so patterns accept only the known form of a name.
 _OVER_NETWORK = re.compile(r"(NET|COLLNET)/([^/]+)/(\d{1,9})(?:\(\d+\))?(/GDRDMA)?")
 _ADDRESS = r"[0-9a-fA-F.:]+(?:%[\w.\-]+)?"
 _INTERFACE = re.compile(rf"(?:\[\d+\] ?)?([\w.\-@]+):({_ADDRESS})<\d+>")
 _USING = re.compile(r"(Bootstrap|NET/(?:Fast)?Socket|NET) ?: Using (?:interface )?")
 _RESULT = re.compile(r"((?:[\w\-]+/)*[\w\-]+\.(?:cc|cu|h)):\d+ -> [1-6]\b")  # 7 is "in progress"
-# What newer versions say as INFO and older ones as WARN, and what delays or prevents a connection.
+# Messages that newer versions write as INFO and older ones as WARN, and messages about delayed connections.
 _LOUD = re.compile(
     r"Could not find a path for pattern|Tried merging multiple devices|magic mismatch|ibv_modify_qp failed.*retrying"
 )
 _INSIDE = re.compile(r"P2P/(?:direct pointer|indirect|IPC|CUMEM|MNNVL|\w+)(?:/read)?(?:/CE)?|SHM(?:/(?:direct|CE))*")
 _DEVICE = re.compile(r"\[(\d{1,9})\](?:=\{([^}]*)\}| ?([\w.\-]+:\d+/\w+|[\w.\-]+))")
 
-# What a line of INFO says: the first pattern that is found counts.
+# Meaning of a line of INFO: the first matching pattern counts.
 _LINES: tuple[tuple[re.Pattern[str], Callable[[Log, re.Match[str]], None]], ...] = tuple(
     (re.compile(pattern), take) for pattern, take in (
         (r"(?:\d+(?:\[\w+\])? -> \d+(?:\[\w+\])?|Coll(?:Net)? \d+(?:/\d+)? : \d+) "
@@ -334,8 +336,9 @@ _LINES: tuple[tuple[re.Pattern[str], Callable[[Log, re.Match[str]], None]], ...]
         (r"Using (?:internal )?[Nn]etwork ([\w.\-]+(?: [\w.\-]+)*)", lambda log, found: _count(log.networks, found[1])),
         (r"NET/(\S+?) ?: Using (?!interface )(.*)", _devices),
         (r"(NCCL_\w+) set (?:by environment )?to (\S+(?: Libfabric)?)",
-         lambda log, found: _keep(log.environment, found[1], found[2].rstrip(". "))),
-        (r"NET/\S+ .*\b(?:[Ss]etting|Adding) (NCCL_\w+)", lambda log, found: _keep(log.by_plugin, found[1], True)),
+         lambda log, found: _set_unless_full(log.environment, found[1], found[2].rstrip(". "))),
+        (r"NET/\S+ .*\b(?:[Ss]etting|Adding) (NCCL_\w+)",
+         lambda log, found: _set_unless_full(log.by_plugin, found[1], True)),
         (r"NET/Plugin.*?(version `[\w.]+' not found|undefined symbol: \w+)", _set("plugin_error")),
         (_NO_VERBS, _set("no_verbs", True)),
         ("NET/IB : No device found", _set("no_ib_device", True)),

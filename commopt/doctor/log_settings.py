@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings that a log shows: which of them a warning puts in doubt, and whether a remedy agrees with them."""
+"""Settings in a log: those that a warning makes suspect, and the remedies that agree with them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import NamedTuple
 CONF = "also in /etc/nccl.conf and ~/.nccl.conf"
 
 
-class Family(NamedTuple):
-    """Settings that steer one part of NCCL."""
+class SettingFamily(NamedTuple):
+    """The settings of one part of NCCL."""
 
     where: str
-    """A pattern of the file and the text of a warning of that part."""
+    """A pattern of file and text of the warnings of that part."""
     settings: tuple[str, ...]
-    """Patterns of whole names, those that are wrong most often first."""
+    """Patterns of whole names, the most frequent causes first."""
     why: str
     remedy: str = f"unset {{name}}, {CONF}"
     certain: bool = False
-    """Whether it says more than what is known about a warning anyway."""
+    """Whether it applies also to warnings with a known meaning."""
 
 
 GRAPH = (
@@ -32,60 +32,61 @@ GRAPH = (
     "NCCL_ALGO",
 )
 FAMILIES = (
-    Family("neither AF_INET|no (?:socket )?interface|No IP interface|No interface|No usable|listening interface"
+    SettingFamily("neither AF_INET|no (?:socket )?interface|No IP interface|No interface|No usable|listening interface"
            "|same subnet",
            ("NCCL_OOB_NET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_SOCKET_FAMILY"),
            "a rank has no interface that it selects, or it has no address",
            "export {name} to an interface that exists on every node and has an address (ip address), or: unset {name}",
            True),
-    Family("no device found matching|no device found after", ("NCCL_OOB_NET_IFNAME",),
+    SettingFamily("no device found matching|no device found after", ("NCCL_OOB_NET_IFNAME",),
            "no interface of this machine fits it", certain=True),
-    Family("connect.*(?:refused|timed out|No route|unreachable)|Connection timed|No route to host",
+    SettingFamily("connect.*(?:refused|timed out|No route|unreachable)|Connection timed|No route to host",
            ("NCCL_COMM_ID", "NCCL_SOCKET_IFNAME", "NCCL_OOB_NET_IFNAME"),
            "the interface or address that it names may not lead to the other nodes",
            "export {name} to the interface on the network that all nodes share, then check firewalls", True),
-    Family("algorithm/protocol", ("NCCL_ALGO", "NCCL_PROTO"), "it leaves nothing for this operation or machine",
+    SettingFamily("algorithm/protocol", ("NCCL_ALGO", "NCCL_PROTO"), "it leaves nothing for this operation or machine",
            certain=True),
-    Family("XML (?:Import|Export)|XML Graph|XML graph", ("NCCL_GRAPH_FILE",),
+    SettingFamily("XML (?:Import|Export)|XML Graph|XML graph", ("NCCL_GRAPH_FILE",),
            "it is for another machine or another number of GPUs", certain=True),
-    Family("XML |Attribute .* of node|dictionary", ("NCCL_TOPO_FILE",), "it is damaged, or of another machine",
+    SettingFamily("XML |Attribute .* of node|dictionary", ("NCCL_TOPO_FILE",), "it is damaged, or of another machine",
            certain=True),
-    Family("path for pattern", ("NCCL_ALGO", "NCCL_GRAPH_FILE", "NCCL_TOPO_FILE", "NCCL_CROSS_NIC", "NCCL_IB_HCA"),
-           "it may be what leaves no better one", certain=True),
-    Family("No transport", ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_SHM_DISABLE", "NCCL_NET", "NCCL_HOSTID"),
+    SettingFamily("path for pattern",
+           ("NCCL_ALGO", "NCCL_GRAPH_FILE", "NCCL_TOPO_FILE", "NCCL_CROSS_NIC", "NCCL_IB_HCA"),
+           "it may exclude better ones", certain=True),
+    SettingFamily("No transport", ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_SHM_DISABLE", "NCCL_NET", "NCCL_HOSTID"),
            "it takes away a way between ranks", certain=True),
-    Family("^graph/|topo|path|NET with id|net id|NIC for|ring |tree |local ranks|hostHash|intra proc|nLocals|Group "
-           "creation",
+    SettingFamily("^graph/|topo|path|NET with id|net id|NIC for|ring |tree |local ranks|hostHash|intra proc|nLocals"
+           "|Group creation",
            GRAPH, "it may describe another machine or job", certain=True),
-    Family("ibv_modify_qp|GID|status=12|error 12|traffic class",
+    SettingFamily("ibv_modify_qp|GID|status=12|error 12|traffic class",
            ("NCCL_IB_GID_INDEX", "NCCL_IB_HCA", "NCCL_IB_(?:TC|SL|PKEY|ADDR_FAMILY|ROCE_VERSION_NUM|TIMEOUT"
             "|ADDR_RANGE)"),
            "it may fit one adapter and not the other"),
-    Family("^transport/net_ib|^misc/ibv|NET/IB|ibv_", ("NCCL_IB_\\w+", "NCCL_NET_GDR_\\w+"),
+    SettingFamily("^transport/net_ib|^misc/ibv|NET/IB|ibv_", ("NCCL_IB_\\w+", "NCCL_NET_GDR_\\w+"),
            "it may not fit these adapters"),
-    Family("^transport/(?:p2p|shm)|shared memory|shm|IPC|peer access|failed to peer",
-           ("NCCL_P2P_\\w+", "NCCL_SHM_\\w+", "NCCL_CUMEM\\w*", "NCCL_IGNORE_\\w+"), "it may be what fails here"),
-    Family("network .* not found|^plugin|^net\\.cc|[Pp]lugin|libnccl|collNet|CollNet|NET/(?!IB|Socket)",
+    SettingFamily("^transport/(?:p2p|shm)|shared memory|shm|IPC|peer access|failed to peer",
+           ("NCCL_P2P_\\w+", "NCCL_SHM_\\w+", "NCCL_CUMEM\\w*", "NCCL_IGNORE_\\w+"), "it may be the cause"),
+    SettingFamily("network .* not found|^plugin|^net\\.cc|[Pp]lugin|libnccl|collNet|CollNet|NET/(?!IB|Socket)",
            ("NCCL_NET_PLUGIN", "NCCL_NET", "NCCL_TUNER_\\w+", "NCCL_COLLNET_ENABLE", "NCCL_\\w+_PLUGIN"),
            "it asks for a plugin that may not be here, or not of this version", certain=True),
-    Family("^(?:src/)?(?:enqueue|graph/tuning|collectives)|algorithm|protocol|pattern",
+    SettingFamily("^(?:src/)?(?:enqueue|graph/tuning|collectives)|algorithm|protocol|pattern",
            ("NCCL_ALGO", "NCCL_PROTO", "NCCL_(?:NTHREADS|BUFFSIZE|LL\\w*|\\w+_CTAS|\\w+_NCHANNELS)"),
            "it may leave nothing for this operation"),
-    Family("nvls|multicast|NVLS|NVLink SHARP", ("NCCL_NVLS_\\w+", "NCCL_MNNVL_\\w+", "NCCL_CUMEM_\\w+"),
-           "it asks for what this machine may not have"),
-    Family("^bootstrap|^misc/socket|^os/|Bootstrap|Net :|[Ss]ocket|NET/Socket",
+    SettingFamily("nvls|multicast|NVLS|NVLink SHARP", ("NCCL_NVLS_\\w+", "NCCL_MNNVL_\\w+", "NCCL_CUMEM_\\w+"),
+           "it needs features that this machine may not have"),
+    SettingFamily("^bootstrap|^misc/socket|^os/|Bootstrap|Net :|[Ss]ocket|NET/Socket",
            ("NCCL_COMM_ID", "NCCL_OOB_NET_\\w+", "NCCL_SOCKET_\\w+", "NCCL_NSOCKS_\\w+"),
            "it may lead to another interface or address than the other ranks use",
            "export {name} to the same on every node, that of the network they share, or: unset {name}"),
-    Family("^init", ("NCCL_HOSTID", "NCCL_COMM_ID", "NCCL_\\w+_CTAS", "NCCL_CROSS_NIC"), "it may be what does "
+    SettingFamily("^init", ("NCCL_HOSTID", "NCCL_COMM_ID", "NCCL_\\w+_CTAS", "NCCL_CROSS_NIC"), "it may be what does "
            "not fit"),
 )  # fmt: skip
 
 
-def suspect(file: str, text: str, settings: Mapping[str, str], known: bool) -> tuple[str, str, str] | None:
-    """Return a setting of a warning's family, why it is in doubt, and the remedy; None when the log has none.
+def suspected_setting(file: str, text: str, settings: Mapping[str, str], known: bool) -> tuple[str, str, str] | None:
+    """Return a suspect setting for a warning, the reason, and the remedy; None if the log has no such setting.
 
-    Where the warning is `known`, only the families that say more.
+    known: whether the warning has a known meaning; then only certain families count.
     """
     for family in FAMILIES:
         if (known and not family.certain) or not re.search(family.where, f"{file} {text}".strip()):
@@ -100,7 +101,7 @@ def suspect(file: str, text: str, settings: Mapping[str, str], known: bool) -> t
 
 
 def _harmless(name: str, value: str) -> bool:
-    """Whether this is NCCL's own choice: a list of interfaces to leave out, no plugin, or a default."""
+    """Return whether this equals NCCL's own choice: interfaces to exclude, no plugin, or a default."""
     return (
         value.startswith("^")
         or value.lower() == "none"
@@ -108,10 +109,10 @@ def _harmless(name: str, value: str) -> bool:
     )
 
 
-def agreed(remedy: str, settings: Mapping[str, str]) -> str:
-    """Return a remedy without what the log contradicts: variables to unset that are not set, to set that are.
+def without_contradictions(remedy: str, settings: Mapping[str, str]) -> str:
+    """Return a remedy without the parts that contradict the log: unset variables to unset, set variables to set.
 
-    A log without any setting may have been written without them (NCCL_DEBUG_SUBSYS), and contradicts nothing.
+    A log without any setting may lack them because of NCCL_DEBUG_SUBSYS, so it contradicts nothing.
     """
     if not any(not name.startswith("NCCL_DEBUG") for name in settings):
         return remedy

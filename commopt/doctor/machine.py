@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything a check may look at: files below a root, the environment, NVML, software versions. Nothing else."""
+"""All inputs of the checks: files below a root, the environment, NVML, software versions."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ HYPERVISORS = ("QEMU", "KVM", "VMware", "Virtual", "Xen", "Amazon EC2", "Google 
 
 @dataclass(frozen=True)
 class Software:
-    """Versions of what is installed for this process; None where it is unknown or absent."""
+    """Installed versions for this process; None if unknown or absent."""
 
     torch: str | None = None
     cuda: Version | None = None
-    """The CUDA that torch was built for."""
+    """The CUDA version that torch was built for."""
     nccl: Version | None = None
 
     def __str__(self) -> str:
@@ -37,72 +37,72 @@ class Software:
 
 @dataclass(frozen=True)
 class Machine:
-    """One machine as one process sees it: every check is a function of this and of nothing else."""
+    """One machine as one process sees it; the only input of a check."""
 
     root: Path
     environ: Mapping[str, str] = field(default_factory=dict)
-    """The process's variables, and under them those of NCCL's configuration files."""
+    """The process's variables, which override those of NCCL's configuration files."""
     topology: Topology = field(default_factory=lambda: Topology("nothing"))
-    """What NCCL will see: the file that it is told to read, otherwise the hardware."""
+    """The topology that NCCL will see: that of its topology file, otherwise the hardware."""
     hardware: Topology = field(default_factory=lambda: Topology("nothing"))
-    """What the kernel says, with the state of every PCIe link."""
+    """The topology of the kernel, with the state of every PCIe link."""
     nvml: NvmlFacts = field(default_factory=lambda: NvmlFacts(missing="not asked: these are another machine's files"))
     software: Software = field(default_factory=Software)
     shm_bytes: int | None = None
     """Size of /dev/shm."""
     counters: Mapping[str, int] = field(default_factory=dict)
-    """Error counters by path, as they were some time ago: a check compares them with what they are now."""
+    """Earlier error counters by path, which a check compares with the present ones."""
 
     def text(self, path: str) -> str | None:
-        """Return a file without the white space around it; None when it is absent or unreadable."""
+        """Return the content of a file without surrounding white space; None if it is absent or unreadable."""
         return kernel_files.text(self.root / path)
 
     def number(self, path: str) -> int | None:
-        """Return a file that holds one whole number, decimal or 0x; None when it does not."""
+        """Return the whole number in a file, decimal or 0x; None if there is none."""
         return kernel_files.number(self.root / path)
 
     def listing(self, path: str) -> list[str]:
-        """Return the sorted names in a directory; empty when it is absent or unreadable."""
+        """Return the sorted names in a directory; empty if it is absent or unreadable."""
         return kernel_files.names(self.root / path)
 
     def content(self, path: str) -> bytes:
-        """Return a binary file, as much of it as this user may read; empty when there is nothing."""
+        """Return the readable part of a binary file; empty if there is none."""
         with suppress(OSError):
             return (self.root / path).read_bytes()
         return b""
 
     def exists(self, path: str) -> bool:
-        """Whether there is such a file or directory, as far as this user can see."""
+        """Return whether this user can see such a file or directory."""
         return os.path.exists(self.root / path)
 
-    def why_not(self, path: str) -> str:
-        """Say for people why `text` or `listing` returned nothing."""
+    def unread_reason(self, path: str) -> str:
+        """Return a text that explains why `text` or `listing` returned nothing."""
         return "empty, or not readable for this user" if self.exists(path) else "absent, or out of sight"
 
     def need(self, path: str) -> str:
-        """Return a file without the white space around it; raises Unread when there is none, or nothing in it."""
+        """Return the content of a file without surrounding white space. Raises Unread if it is absent or empty."""
         found = self.text(path)
         if not found:
-            raise Unread(self.why_not(path), read=f"/{path}")
+            raise Unread(self.unread_reason(path), read=f"/{path}")
         return found
 
     def variable(self, name: str) -> str | None:
-        """Return an environment variable; None when it is unset or empty, which NCCL takes for the same."""
+        """Return an environment variable; None if it is unset or empty, which is the same for NCCL."""
         return self.environ.get(name) or None
 
     def status(self, name: str) -> str:
-        """Return a line of /proc/self/status ("Seccomp"), "" when it is not there; raises Unread without the file."""
+        """Return a line of /proc/self/status ("Seccomp"), or "" if it is missing. Raises Unread without the file."""
         return kernel_files.fields(self.need("proc/self/status")).get(name, "")
 
     def capable(self, bit: int) -> bool | None:
-        """Whether this process has a Linux capability in effect; None when unknown."""
+        """Return whether this process has an effective Linux capability; None if unknown."""
         try:
             return bool(int(self.status("CapEff"), 16) >> bit & 1)
         except (ValueError, Unread):
             return None
 
     def limit(self, name: str) -> float:
-        """Return a soft limit of this process ("Max stack size"), inf for unlimited; raises Unread when unknown."""
+        """Return a soft limit of this process ("Max stack size"), inf for unlimited. Raises Unread if unknown."""
         path = "proc/self/limits"
         found = re.search(rf"^{name} +(unlimited\b|\d+\b)", self.need(path), re.MULTILINE)
         if found is None:
@@ -111,12 +111,12 @@ class Machine:
 
     @property
     def ranks_here(self) -> int:
-        """Processes that share this machine: what the launcher says, else one for each GPU, at least 1."""
+        """Number of processes on this machine: from the launcher, else one for each GPU, at least 1."""
         return self._count("LOCAL_WORLD_SIZE") or max(1, len(self.hardware.gpus))
 
     @property
     def ranks(self) -> int:
-        """Processes of the job, as the launcher says; 0 when it does not."""
+        """Number of processes of the job, from the launcher; 0 if unknown."""
         return self._count("WORLD_SIZE")
 
     def _count(self, name: str) -> int:
@@ -125,24 +125,24 @@ class Machine:
 
     @property
     def several_nodes(self) -> bool:
-        """Whether the launcher says that the job spans machines."""
+        """Whether the job spans machines, according to the launcher."""
         return self.ranks > self.ranks_here
 
     @property
     def driver_gpus(self) -> tuple[NvmlGpu, ...]:
-        """The GPUs as NVML has them; raises Unread where there are some that it does not tell about."""
+        """The GPUs of NVML. Raises Unread if there are GPUs but NVML does not answer."""
         if self.nvml.missing is not None and self.hardware.gpus:
             raise Unread(self.nvml.missing)
         return self.nvml.gpus
 
     @property
     def virtual(self) -> bool:
-        """Whether a hypervisor runs below, as far as anything says so."""
+        """Whether the machine shows signs of a hypervisor."""
         if self.exists("sys/hypervisor/type"):
             return True
         product = " ".join(self.text(f"sys/class/dmi/id/{name}") or "" for name in ("sys_vendor", "product_name"))
         if any(word in product for word in HYPERVISORS):
-            return "metal" not in product  # providers put their name on machines without a hypervisor too
+            return "metal" not in product  # providers name machines without a hypervisor too
         return " hypervisor" in (self.text("proc/cpuinfo") or "")
 
     @property
@@ -164,14 +164,14 @@ def version_text(version: Version | None) -> str:
 
 
 def before(version: Version | None, gate: Version) -> bool | None:
-    """Whether a version is older than `gate`; None when it is unknown."""
+    """Return whether a version is older than `gate`; None if it is unknown."""
     return None if version is None else version < gate
 
 
 def own_gpu(machine: Machine) -> tuple[int | None, str | None]:
-    """Return this rank's GPU: its place in `machine.hardware.gpus`, and CUDA's name for it; None where unknown.
+    """Return this rank's GPU: its index in `machine.hardware.gpus`, and CUDA's name; None if unknown.
 
-    A launcher that shows each rank one GPU means that one; otherwise a rank takes the one of its local number.
+    If the launcher shows each rank one GPU, that one; otherwise the GPU of the local rank.
     """
     shown = machine.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(len(machine.hardware.gpus)))))
     names = [item.strip() for item in shown.split(",") if item.strip()]
@@ -186,7 +186,7 @@ def own_gpu(machine: Machine) -> tuple[int | None, str | None]:
 
 
 Need = tuple[Callable[[Machine], object], str]
-# What a check may need: where it is not there, and what is said then.
+# Conditions for checks, each with the text for its absence.
 GPU: Need = (lambda machine: machine.hardware.gpus or machine.nvml.gpus, "no GPU")
 SEVERAL_GPUS: Need = (
     lambda machine: max(len(machine.hardware.gpus), len(machine.nvml.gpus)) > 1,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Network interfaces and RDMA ports as the kernel lists them, NCCL's lists of them, and which are near to which GPU."""
+"""Network interfaces and RDMA ports from the kernel, NCCL's device lists, and the ports nearest to each GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from topology.machine import VIRTUAL_TOPOLOGY
 from topology.model import Distance
 from topology.queries import Paths, usable_nics
 
-# Made by software: they lead to containers and virtual machines, not to other nodes.
+# Software interfaces, which lead to containers and virtual machines, not to other nodes.
 INTERNAL = (
     "lo",
     "docker",
@@ -48,7 +48,7 @@ INTERNAL = (
     "azv",
     "gke",
 )
-# They lead to other machines, but through a program that wraps and often encrypts each packet.
+# Interfaces to other machines through a program that wraps and often encrypts each packet.
 TUNNELS = ("tun", "ip6tnl", "tailscale", "wg", "zt", "utun", "ppp", "gre", "sit", "ipsec", "nebula", "nordlynx")
 INFINIBAND = re.compile(r"ib(?:\d|[sp]\d|_|mgt)|mlx\d?ib|hsi\d|opap?\d")
 """Names of IPoIB interfaces: ib0, ibs1, ibp12s0."""
@@ -58,33 +58,33 @@ AMAZON, GOOGLE = 0x1D0F, 0x1AE0
 
 
 @dataclass(frozen=True)
-class Interface:
+class NetworkInterface:
     """One network interface."""
 
     name: str
     state: str
     """The kernel's operstate; "unknown" is normal for some drivers and for lo."""
     gbps: float | None
-    """None when the driver states no speed."""
+    """None if the driver states no speed."""
     mtu: int | None
     vendor: int | None
     model: int | None
-    """The vendor's number of the card."""
+    """The vendor's model number of the card."""
     networks: tuple[IPv4Network, ...]
-    """Networks that are reached through it directly."""
+    """Networks reached directly."""
     default_route: bool
     six: bool
     """Whether it has an IPv6 address that others can reach."""
 
     @property
     def usable(self) -> bool:
-        """Up, with an address."""
+        """Whether it is up and has an address."""
         return self.state in ("up", "unknown") and bool(self.networks or self.default_route or self.six)
 
     @property
     def internal(self) -> bool:
-        """Whether it leads nowhere but to this machine, or not fast."""
-        return astray(self.name) is not None
+        """Whether it does not lead to other nodes, or only slowly."""
+        return unsuitable_reason(self.name) is not None
 
 
 @dataclass(frozen=True)
@@ -94,27 +94,27 @@ class Port:
     device: str
     number: int
     state: str
-    """ "4: ACTIVE", or why it is unknown."""
+    """ "4: ACTIVE", or the reason why it is unknown."""
     gbps: float | None
     lanes: int | None
-    """Of the link as it was trained."""
+    """Number of lanes of the trained link."""
     link_layer: str | None
     """ "InfiniBand" or "Ethernet"; None for others."""
     vendor: int | None
 
     @property
     def elastic(self) -> bool:
-        """Whether it is Amazon's EFA: only a plugin reaches it, and its own driver does GPUDirect RDMA."""
+        """Whether it is Amazon's EFA, which only a plugin can use, and whose own driver provides GPUDirect RDMA."""
         return self.vendor == AMAZON
 
     @property
     def name(self) -> str:
-        """As NCCL_IB_HCA writes it."""
+        """The name in the form of NCCL_IB_HCA."""
         return f"{self.device}:{self.number}"
 
     @property
     def path(self) -> str:
-        """Its directory."""
+        """The path of its directory."""
         return f"sys/class/infiniband/{self.device}/ports/{self.number}"
 
     @property
@@ -124,7 +124,12 @@ class Port:
 
 
 class Gid(NamedTuple):
-    """An entry of a RoCE port's table of addresses: "RoCE v2" or "IB/RoCE v1"; no address when it cannot be read."""
+    """An entry of a RoCE port's address table.
+
+    number: index of the entry.
+    kind: "RoCE v2" or "IB/RoCE v1".
+    address: None if it cannot be read.
+    """
 
     number: str
     kind: str
@@ -133,34 +138,34 @@ class Gid(NamedTuple):
 
 @dataclass(frozen=True)
 class DeviceList:
-    """What NCCL_SOCKET_IFNAME or NCCL_IB_HCA selects: "mlx5_0:1,mlx5_2", "=eth0", "^docker,lo"."""
+    """A device list of NCCL_SOCKET_IFNAME or NCCL_IB_HCA: "mlx5_0:1,mlx5_2", "=eth0", "^docker,lo"."""
 
     exclude: bool
-    """With "^": everything but these."""
+    """With "^": all devices but these."""
     exact: bool
     """With "=": whole names; otherwise prefixes."""
     items: tuple[tuple[str, int | None], ...]
-    """Name and port; None stands for every port."""
+    """Names and ports; None: every port."""
 
     @classmethod
     def parse(cls, text: str) -> DeviceList:
-        """Read a variable's value; empty items are left out, as NCCL does."""
+        """Parse a variable's value. Empty items are skipped, as in NCCL."""
         exclude, text = text.startswith("^"), text.removeprefix("^")
         parts = (item.strip().partition(":") for item in text.removeprefix("=").split(","))
         items = tuple((name, int(port) if port.isdecimal() else None) for name, _, port in parts if name)
         return cls(exclude, text.startswith("="), items)
 
     def selects(self, name: str, port: int | None = None) -> bool:
-        """Whether NCCL would use this device (and port)."""
+        """Return whether NCCL would use this device (and port)."""
         listed = any(self._matches(item, name, port) for item in self.items)
         return listed != self.exclude if self.items else True
 
     def unmatched(self, names: list[str]) -> list[str]:
-        """Items that fit none of `names`."""
+        """Return the items that match none of `names`."""
         return [item[0] for item in self.items if not any(self._matches(item, name, item[1]) for name in names)]
 
-    def stretched(self, names: list[str]) -> list[str]:
-        """Return the names that are selected only because another's whole name, which is listed, is their beginning."""
+    def matched_by_prefix(self, names: list[str]) -> list[str]:
+        """Return the names selected only because a listed whole name is a prefix of them."""
         wanted = [item for item, _ in self.items]
         whole = tuple(item for item in wanted if item in names and not self.exact and not self.exclude)
         return [name for name in names if name not in wanted and name.startswith(whole)]
@@ -170,10 +175,10 @@ class DeviceList:
         return same and (item[1] is None or port is None or item[1] == port)
 
 
-def astray(name: str, address: str | None = None) -> str | None:
-    """Return why an interface is none for traffic between nodes, as far as its name and address tell; None otherwise.
+def unsuitable_reason(name: str, address: str | None = None) -> str | None:
+    """Return the reason why an interface is unsuitable between nodes, from its name and address; None if suitable.
 
-    An address without a name ("") is judged by itself.
+    name: "" for an address without a name.
     """
     try:
         ip = ip_address((address or "").partition("%")[0])
@@ -194,8 +199,8 @@ def astray(name: str, address: str | None = None) -> str | None:
     return None
 
 
-def interfaces(machine: Machine) -> list[Interface]:
-    """Return every interface, by name."""
+def interfaces(machine: Machine) -> list[NetworkInterface]:
+    """Return all interfaces, sorted by name."""
     routes = _routes(machine.text("proc/net/route") or "")
     addresses = [line.split() for line in (machine.text("proc/net/if_inet6") or "").splitlines()]
     six = {fields[5] for fields in addresses if len(fields) == 6 and fields[3] == "00"}
@@ -207,7 +212,7 @@ def interfaces(machine: Machine) -> list[Interface]:
         mbps = machine.number(f"{folder}/speed") or 0
         mine = [network for interface, network in routes if interface == name]
         found.append(
-            Interface(
+            NetworkInterface(
                 name,
                 machine.text(f"{folder}/operstate") or "unknown",
                 mbps / 1000 if mbps > 0 else None,
@@ -223,7 +228,7 @@ def interfaces(machine: Machine) -> list[Interface]:
 
 
 def _routes(text: str) -> list[tuple[str, IPv4Network]]:
-    """Read /proc/net/route: addresses are hexadecimal, in the order of the machine's bytes."""
+    """Parse /proc/net/route, whose addresses are hexadecimal in the machine's byte order."""
     routes = []
     for fields in map(str.split, text.splitlines()[1:]):
         with suppress(IndexError, ValueError, OverflowError):
@@ -232,21 +237,21 @@ def _routes(text: str) -> list[tuple[str, IPv4Network]]:
     return routes
 
 
-def candidates(machine: Machine) -> list[Interface]:
-    """Return the interfaces that could lead to other nodes."""
+def candidates(machine: Machine) -> list[NetworkInterface]:
+    """Return the interfaces that may lead to other nodes."""
     return [interface for interface in interfaces(machine) if interface.usable and not interface.internal]
 
 
-def used_by_nccl(machine: Machine) -> list[Interface]:
-    """Return the interfaces that NCCL's sockets would use: what NCCL_SOCKET_IFNAME selects, else all candidates."""
+def used_by_nccl(machine: Machine) -> list[NetworkInterface]:
+    """Return the interfaces for NCCL's sockets: those of NCCL_SOCKET_IFNAME, else all candidates."""
     chosen = machine.variable("NCCL_SOCKET_IFNAME")
     listed = None if chosen is None else DeviceList.parse(chosen)
     usable = (one for one in interfaces(machine) if one.usable)
     return [one for one in usable if (listed.selects(one.name) if listed else not one.internal)]
 
 
-def tcp_interfaces(machine: Machine) -> list[Interface]:
-    """Return the interfaces to other nodes that carry NCCL's data over TCP; empty when RDMA carries it."""
+def tcp_interfaces(machine: Machine) -> list[NetworkInterface]:
+    """Return the interfaces that carry NCCL's data to other nodes over TCP; empty if RDMA carries it."""
     rdma = active_ports(machine) and machine.variable("NCCL_IB_DISABLE") in (None, "0")
     if rdma and (machine.variable("NCCL_NET") or "").upper() != "SOCKET":
         return []
@@ -254,7 +259,7 @@ def tcp_interfaces(machine: Machine) -> list[Interface]:
 
 
 def ports(machine: Machine) -> list[Port]:
-    """Return every port of every RDMA device, by name."""
+    """Return all ports of all RDMA devices, sorted by name."""
     found = []
     for device in machine.listing("sys/class/infiniband"):
         for number in machine.listing(f"sys/class/infiniband/{device}/ports"):
@@ -276,12 +281,12 @@ def ports(machine: Machine) -> list[Port]:
 
 
 def active_ports(machine: Machine, layer: str | None = None) -> list[Port]:
-    """Return the ports (of one link layer) that can carry data: with one NCCL uses RDMA unless it is told not to."""
+    """Return the active ports (of one link layer). With any, NCCL uses RDMA by default."""
     return [port for port in ports(machine) if port.active and layer in (None, port.link_layer)]
 
 
 def gids(machine: Machine, port: Port) -> list[Gid]:
-    """Return the addresses of a RoCE port that are in use, in the order of the files."""
+    """Return the used addresses of a RoCE port in the order of the files."""
     found = []
     for index in machine.listing(f"{port.path}/gid_attrs/types"):
         kind = machine.text(f"{port.path}/gid_attrs/types/{index}")
@@ -295,9 +300,9 @@ def gids(machine: Machine, port: Port) -> list[Gid]:
 
 
 def nearest_ports(machine: Machine) -> list[tuple[str, Distance | None, str]]:
-    """Return every GPU ("GPU0"), how far its nearest active ports are (None: unknown), and their names.
+    """Return label ("GPU0"), distance of the nearest active ports (None: unknown) and their names for each GPU.
 
-    Where none of the active ports is in the topology, all others count.
+    If no active port is in the topology, all other ports count.
     """
     topology, paths = machine.topology, Paths(machine.topology)
     active = {port.device for port in active_ports(machine)}
@@ -312,12 +317,12 @@ def nearest_ports(machine: Machine) -> list[tuple[str, Distance | None, str]]:
 
 
 def switches_hidden(machine: Machine) -> bool:
-    """Whether a virtual machine with GPUs and RDMA hides which are near to each other, and no file tells NCCL.
+    """Return whether a virtual machine with GPUs and RDMA hides its switches, and no topology file replaces them.
 
-    Of EFA the plugin brings the file.
+    EFA is excluded, as its plugin brings the file.
     """
     rdma = any(not port.elastic for port in active_ports(machine))
-    # A Grace machine has no switches to hide.
+    # Grace machines have no switches.
     if len(machine.hardware.gpus) < 2 or not rdma or not machine.virtual or machine.coherent:
         return False
     if machine.variable("NCCL_TOPO_FILE") or machine.exists(VIRTUAL_TOPOLOGY):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the driver's management library says and no file does: peer access, fabric, MIG, tenants, links, health."""
+"""Facts from the driver's management library (NVML): peer access, fabric, MIG, tenants, links, health."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from topology.nvml import Driver, NoDriver, driver
 
-NVLINKS = 18  # the most that a GPU has, so far
+NVLINKS = 18  # the largest number of links of a GPU so far
 P2P_READ = 0  # the binding's own NVML_P2P_CAPS_INDEX_READ is a tuple by mistake
 FABRIC_STATES = {0: "not supported", 1: "not started", 2: "in progress", 3: "completed"}
 P2P_STATES = {
@@ -31,48 +31,48 @@ SLOWED_BY = {
     0x40: "too hot (slowed by hardware)",
     0x80: "power brake from outside",
 }
-"""NVML's clock event reasons, without those of an idle GPU and of clocks that somebody chose."""
+"""NVML's clock event reasons, without those of idle GPUs and of chosen clocks."""
 P2P_FINE_OR_UNKNOWN = (0, 6)
 
 
 @dataclass(frozen=True)
 class NvmlGpu:
-    """One GPU; None for what the driver does not tell."""
+    """One GPU; None for values that the driver does not give."""
 
     index: int
     mig: bool | None = None
     tenants: int | None = None
     """Compute processes other than this one."""
     fabric: str | None = None
-    """A word of FABRIC_STATES."""
+    """A value of FABRIC_STATES."""
     fabric_status: int | None = None
     """0 for success."""
     multi_node: bool | None = None
     """Whether its NVLink fabric spans machines."""
     nvlinks_up: int | None = None
     slowed_by: int | None = None
-    """Why its clock is lower than it could be: bits of SLOWED_BY."""
+    """Reasons for a reduced clock: bits of SLOWED_BY."""
     rows_pending: bool | None = None
-    """Whether bad memory rows wait for a reset to be replaced."""
+    """Whether bad memory rows await replacement at the next reset."""
     rows_failed: bool | None = None
     """Whether a bad row could not be replaced."""
 
 
 @dataclass(frozen=True)
 class NvmlFacts:
-    """What NVML says of this machine."""
+    """NVML's facts about this machine."""
 
     gpus: tuple[NvmlGpu, ...] = ()
     no_peer_access: tuple[tuple[int, int, str], ...] = ()
-    """Pairs of GPU indices that cannot read each other, and why."""
+    """Pairs of GPU indices without peer access, with the reason."""
     cuda: tuple[int, int] | None = None
     """The newest CUDA that the driver supports."""
     missing: str | None = None
-    """Why there is nothing here; None when NVML answered."""
+    """Reason why there are no facts; None if NVML answered."""
 
 
 def read_nvml() -> NvmlFacts:
-    """Ask the driver; where it does not answer, or nvidia-ml-py is missing, say so in `missing`."""
+    """Return the driver's facts. If it does not answer, or nvidia-ml-py is missing, `missing` has the reason."""
     try:
         with driver() as asked:
             cuda = asked.ask("nvmlSystemGetCudaDriverVersion_v2")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pickles of plain values only, read without running anything that stands in them."""
+"""Reads pickles of plain values, without running any code in them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _VALUES = ("INT", "LONG", "FLOAT", "BININT", "BINFLOAT", "UNICODE", "BINUNICODE"
 def load_plain(file: BinaryIO) -> Any:
     """Return the dicts, lists, tuples, numbers, texts and bytes of a pickle.
 
-    `pickle.load` calls whatever functions a file names. This looks at the instructions, and does the few itself that
-    plain values need. Raises ValueError for any other, as for a class, and where the pickle is damaged.
+    `pickle.load` calls any function that a file names. This function interprets only the few instructions for plain
+    values. Raises ValueError for all others, such as classes, and for damaged pickles.
     """
     stack: list[Any] = []
     marks: list[int] = []
@@ -65,7 +65,7 @@ def load_plain(file: BinaryIO) -> Any:
 
 
 def _above(stack: list[Any], marks: list[int]) -> list[Any]:
-    """Take off what stands above the last mark."""
+    """Remove and return the items above the last mark."""
     place = marks.pop()
     items = stack[place:]
     del stack[place:]

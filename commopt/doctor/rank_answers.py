@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of a job tell each other for the doctor: JSON in the launcher's store, checked when it is read."""
+"""The doctor's messages between ranks: JSON in the launcher's store, validated when read."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ MOST_BYTES = 4 << 20
 MOST_SETTINGS = 1000
 MOST_FINDINGS = 1000
 MOST_PEERS = 64
-"""A rank tries this many others; in a larger job each is still tried by as many."""
+"""Number of other ranks that each rank connects to; in larger jobs each rank is still reached by as many."""
 T = TypeVar("T")
 
 
 class Offer(NamedTuple):
-    """An address that a library ("NCCL" or "gloo") on a rank tells the other ranks to connect to."""
+    """An address that a library ("NCCL" or "gloo") on a rank offers to the other ranks."""
 
     library: str
     address: str
 
 
-class Door(NamedTuple):
-    """Where a rank listens for the others."""
+class ListenAddress(NamedTuple):
+    """The port and addresses at which a rank listens for the others."""
 
     node: tuple[str, ...]
     """Equal for ranks of one machine."""
@@ -38,7 +38,7 @@ class Door(NamedTuple):
 
 
 class Unreached(NamedTuple):
-    """Another rank's offer that did not answer, and why."""
+    """Another rank's offer that did not answer, and the reason."""
 
     rank: int
     offer: Offer
@@ -47,45 +47,47 @@ class Unreached(NamedTuple):
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What one rank tells the others about itself."""
+    """Facts of one rank, sent to the others."""
 
     host: HostIdentity
     gpu: str | None
-    """Bus id of its GPU, or CUDA's name for it; None when it has none, or none is known."""
+    """Bus id of its GPU, or CUDA's name for it; None if it has none, or it is unknown."""
     gpus: int
-    """In its machine."""
+    """Number of GPUs in its machine."""
     gbps: float | None
-    """What its machine can send at once."""
+    """Sum of the speeds of its machine's ports, in Gb/s."""
     equal: tuple[str | None, ...]
-    """What has to be the same on every node, in one order everywhere; None where it is unknown."""
+    """Facts that must be the same on every node, in a fixed order; None if unknown."""
     settings: Mapping[str, str]
     offers: tuple[Offer, ...] = ()
-    """The addresses that others are to connect to, as far as they are known."""
+    """The known addresses that others connect to."""
     unreached: tuple[Unreached, ...] = ()
 
     @property
     def node(self) -> str:
-        """The machine's name for people."""
+        """The readable name of the machine."""
         return self.host.nccl_hostid or self.host.hostname
 
 
 def as_json(facts: RankFacts, findings: Sequence[Finding]) -> str:
-    """Return what a rank tells the others, for `read_answer`."""
+    """Return a rank's facts and findings as JSON for `read_answer`."""
     return json.dumps({"facts": asdict(facts), "findings": [finding.as_dict() for finding in findings]})
 
 
 def read_answer(text: bytes, rank: int, world_size: int, equal: int) -> tuple[RankFacts, list[Finding]]:
-    """Return what a rank told of itself, with every value checked; `equal` is how many answers `equal` has to hold.
+    """Return the facts and findings in a rank's answer, with every value validated.
 
-    Raises MismatchError for anything but what `as_json` makes: it comes from a store that other programs may write to.
+    Raises MismatchError for anything but a result of `as_json`: other programs may write to the store.
+
+    equal: required number of values in RankFacts.equal.
     """
     try:
         if len(text) > MOST_BYTES:
             raise ValueError(f"longer than {MOST_BYTES >> 20} MiB")
         answer = _dict(json.loads(text), "facts", "findings")
-        told = _dict(answer["facts"], *(row.name for row in fields(RankFacts)))
-        host = _dict(told["host"], "hostname", "boot_id", "nccl_hostid", "local_rank")
-        settings = told["settings"]
+        stated = _dict(answer["facts"], *(row.name for row in fields(RankFacts)))
+        host = _dict(stated["host"], "hostname", "boot_id", "nccl_hostid", "local_rank")
+        settings = stated["settings"]
         if not isinstance(settings, dict) or len(settings) > MOST_SETTINGS:
             raise ValueError("settings")
         facts = RankFacts(
@@ -95,32 +97,32 @@ def read_answer(text: bytes, rank: int, world_size: int, equal: int) -> tuple[Ra
                 _or_none(_text, host["nccl_hostid"]),
                 _or_none(_count, host["local_rank"]),
             ),
-            _or_none(_text, told["gpu"]),
-            _count(told["gpus"]),
-            _or_none(_rate, told["gbps"]),
-            tuple(_or_none(_text, one) for one in _list(told["equal"], equal, equal)),
+            _or_none(_text, stated["gpu"]),
+            _count(stated["gpus"]),
+            _or_none(_rate, stated["gbps"]),
+            tuple(_or_none(_text, one) for one in _list(stated["equal"], equal, equal)),
             {_text(name): _text(value) for name, value in settings.items()},
-            tuple(_offer(one) for one in _list(told["offers"], 0, 2)),
-            tuple(_unreached(one, world_size) for one in _list(told["unreached"], 0, 2 * MOST_PEERS)),
+            tuple(_offer(one) for one in _list(stated["offers"], 0, 2)),
+            tuple(_unreached(one, world_size) for one in _list(stated["unreached"], 0, 2 * MOST_PEERS)),
         )
         return facts, [Finding.from_dict(one) for one in _list(answer["findings"], 0, MOST_FINDINGS)]
     except (ValueError, RecursionError) as error:
         raise MismatchError(
-            f"what rank {rank} told the doctor cannot be read ({str(error)[:80]}): another program writes to the "
-            f"launcher's store, or the ranks run different versions of commopt"
+            f"the answer of rank {rank} to the doctor cannot be read ({str(error)[:80]}): another program writes to "
+            f"the launcher's store, or the ranks run different versions of commopt"
         ) from None
 
 
-def read_door(told: Mapping[str, Any], rank: int) -> Door:
-    """Return the port and addresses that a rank told, checked: this rank connects to them. Raises MismatchError."""
+def read_listen_address(stated: Mapping[str, Any], rank: int) -> ListenAddress:
+    """Return a rank's port and addresses, validated, as this rank connects to them. Raises MismatchError."""
     try:
-        node = tuple(_text(part) for part in _list(told.get("node"), 1, 2))
-        port = _count(told.get("port"))
+        node = tuple(_text(part) for part in _list(stated.get("node"), 1, 2))
+        port = _count(stated.get("port"))
         if not 0 < port < 1 << 16:
             raise ValueError("port")
-        return Door(node, port, tuple(_offer(one) for one in _list(told.get("offers"), 0, 2)))
+        return ListenAddress(node, port, tuple(_offer(one) for one in _list(stated.get("offers"), 0, 2)))
     except ValueError as error:
-        raise MismatchError(f"what rank {rank} told the doctor is no address ({str(error)[:80]})") from None
+        raise MismatchError(f"rank {rank} sent the doctor an invalid address ({str(error)[:80]})") from None
 
 
 def _dict(value: object, *names: str) -> dict[str, Any]:

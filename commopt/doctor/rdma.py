@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""InfiniBand, RoCE and EFA: RDMA within NCCL's reach, ports, the choice among them, RoCE addresses, error counters."""
+"""InfiniBand, RoCE and EFA: access to RDMA for NCCL, ports and their selection, RoCE addresses, error counters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from math import inf
 from commopt.doctor.finding import Finding, Unread, check, error, info, unread, warning
 from commopt.doctor.machine import Machine, Need
 from commopt.doctor.network import LINK_LOCAL, DeviceList, Port, active_ports, candidates, gids, ports
-from commopt.doctor.settings import amazon
+from commopt.doctor.settings import is_amazon
 
 LIBRARIES = ("usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu", "usr/lib64", "lib64", "usr/lib", "usr/local/lib")
 PLUGINS = ("opt/amazon/ofi-nccl/lib", "opt/aws-ofi-nccl/lib", "opt/amazon/ofi-nccl/lib/x86_64-linux-gnu")
@@ -22,16 +22,16 @@ ACTIVE: Need = (active_ports, "no active RDMA port")
 
 @check("/dev/infiniband, libibverbs, plugins of NCCL", needs=(ACTIVE,))
 def transport(machine: Machine) -> Iterator[Finding]:
-    """RDMA instead of TCP: device files, libibverbs and plugins in NCCL's reach, which falls back to TCP otherwise."""
+    """RDMA instead of TCP: device files, libibverbs and plugins that NCCL can use; it falls back to TCP otherwise."""
     if not active_ports(machine):
         return
     plugin = machine.variable("NCCL_NET_PLUGIN")
-    if amazon(machine) and (plugin or "").lower() != "none" and not _has_plugin(machine, plugin or "libnccl-net"):
+    if is_amazon(machine) and (plugin or "").lower() != "none" and not _has_plugin(machine, plugin or "libnccl-net"):
         remedy = "install aws-ofi-nccl; export LD_LIBRARY_PATH=/opt/amazon/ofi-nccl/lib:$LD_LIBRARY_PATH"
         yield warning(f"not found: {plugin or 'unset'}", "EFA's plugin", remedy, "medium", "libnccl-net*.so")
     if not machine.listing("dev/infiniband"):
         remedy = "docker run --device=/dev/infiniband ... (on the host: sudo modprobe ib_uverbs)"
-        yield error(machine.why_not("dev/infiniband"), remedy=remedy, read="/dev/infiniband")
+        yield error(machine.unread_reason("dev/infiniband"), remedy=remedy, read="/dev/infiniband")
     folders = [folder for folder in LIBRARIES if machine.exists(folder)]
     names = [name for folder in folders for name in machine.listing(folder)]
     if folders and not any(name.startswith("libibverbs.so.1") for name in names):
@@ -41,7 +41,10 @@ def transport(machine: Machine) -> Iterator[Finding]:
 
 
 def _has_plugin(machine: Machine, wanted: str) -> bool:
-    """Whether a library is where the loader looks; `wanted`: NCCL_NET_PLUGIN, a list of names, files or endings."""
+    """Return whether the loader can find a library.
+
+    wanted: value of NCCL_NET_PLUGIN, a list of names, files or endings.
+    """
     named = [folder.strip("/") for folder in (machine.variable("LD_LIBRARY_PATH") or "").split(":")]
     there = [name for folder in (*named, *LIBRARIES, *PLUGINS) if folder for name in machine.listing(folder)]
     cache = machine.content("etc/ld.so.cache")
@@ -62,12 +65,12 @@ def ib_port(machine: Machine) -> Iterator[Finding]:
             if one.link_layer == "InfiniBand" and one.state.startswith("2"):
                 remedy = "sudo sminfo (is a subnet manager running?)"
             state = f"{one.state}, {machine.text(f'{one.path}/phys_state') or 'physical state unreadable'}"
-            # A port nobody cabled is common, a second one even usual; none at all is not.
+            # An unconnected port is common, a second one even usual; no connected port at all is not.
             spare = one.device in {other.device for other in active} or not _selected(machine, one)
             kind, sure = (error, "high") if not active else (info if spare else warning, "medium")
             yield kind(state, "4: ACTIVE, 5: LinkUp", remedy, sure, f"/{one.path}/state")
         elif one.gbps is None:
-            yield unread(machine.why_not(f"{one.path}/rate"), f"ibstat {one.device}", f"/{one.path}/rate")
+            yield unread(machine.unread_reason(f"{one.path}/rate"), f"ibstat {one.device}", f"/{one.path}/rate")
     for layer in ("InfiniBand", "Ethernet"):
         rates = {one: one.gbps for one in active_ports(machine, layer) if one.gbps}
         best = max(rates.values(), default=0)
@@ -76,7 +79,7 @@ def ib_port(machine: Machine) -> Iterator[Finding]:
             fast = ",".join(one.name for one in rates if one not in slower)
             remedy = f"ibstat; check cables; if these are for storage: export NCCL_IB_HCA=={fast}"
             yield warning(_rates(slower), f"{best:g} Gb/s like the others, or not used at all", remedy, "medium")
-    # A cable that is split, or bad, or half plugged in leaves a port of InfiniBand with fewer lanes than four.
+    # A split, bad or loose cable leaves an InfiniBand port with fewer than four lanes.
     few = [one for one in active_ports(machine, "InfiniBand") if one.lanes in (1, 2) and _selected(machine, one)]
     slots = {device.busid: device.link_max.gbps for device in machine.hardware.pci}
     room = {nic.name: slots.get(nic.busid or "") or inf for nic in machine.hardware.nics}
@@ -121,8 +124,8 @@ def ib_hca(machine: Machine) -> Iterator[Finding]:
     unknown = [] if listed.exclude else listed.unmatched(devices)
     if unknown:
         yield warning(f"{', '.join(unknown)} fits no device", f"devices of this machine ({names})", "ibstat -l")
-    if stretched := listed.stretched(devices):
-        expected = f"whole names: NCCL takes {value} for the beginning of {', '.join(stretched)} too"
+    if matched_by_prefix := listed.matched_by_prefix(devices):
+        expected = f"whole names: NCCL takes {value} for the beginning of {', '.join(matched_by_prefix)} too"
         shown = f"{value} selects {', '.join(one.name for one in used)}"
         yield warning(shown, expected, f"export NCCL_IB_HCA=={value}", "medium")
 
@@ -133,7 +136,7 @@ def ib_hca(machine: Machine) -> Iterator[Finding]:
     needs=(ROCE,),
 )
 def roce_gid(machine: Machine) -> Iterator[Finding]:
-    """RoCE addresses: one of version 2 on every port, which NCCL finds by itself, and packets of 4096 bytes."""
+    """RoCE addresses: one of version 2 on every port, which NCCL finds without a setting, and packets of 4096 bytes."""
     value = machine.variable("NCCL_IB_GID_INDEX")
     value, roce = None if value == "-1" else value, active_ports(machine, "Ethernet")
     wrong = [finding for one in roce for finding in _addresses(machine, one, value)]
@@ -156,7 +159,7 @@ def _addresses(machine: Machine, one: Port, chosen: str | None) -> Iterator[Find
     give += machine.text(f"{one.path}/gid_attrs/ndevs/0") or "INTERFACE"
     known = [entry.address for entry in second if entry.address is not None]
     if not table:
-        yield unread(machine.why_not(folder), "show_gids", f"/{folder}")
+        yield unread(machine.unread_reason(folder), "show_gids", f"/{folder}")
     elif not second:
         kinds = ", ".join(sorted({entry.kind for entry in table}))
         yield error(kinds, "RoCE v2: version 1 is not routed and many switches drop it", give, read=f"/{folder}")
@@ -168,7 +171,7 @@ def _addresses(machine: Machine, one: Port, chosen: str | None) -> Iterator[Find
     elif len(known) == len(second):
         routed = [address for address in known if address not in LINK_LOCAL]
         wants_six = machine.variable("NCCL_IB_ADDR_FAMILY") == "AF_INET6"
-        expected = "an address that is not link-local (fe80): NCCL passes over those, and ends with RoCE v1"
+        expected = "an address that is not link-local (fe80): NCCL skips those, and ends with RoCE v1"
         if wants_six:
             expected, give = "a global IPv6 address: NCCL_IB_ADDR_FAMILY asks for one", "unset NCCL_IB_ADDR_FAMILY"
         elif routed:
@@ -189,12 +192,12 @@ LOST = (
     "rnr_nak_retry_err",
     "out_of_buffer",
 )
-# Notices of congestion (CNP), marked packets, waits for credit: normal now and then, many of them are a busy network.
+# Congestion notices (CNP), marked packets, waits for credit: a few are normal, many mean a busy network.
 CONGESTION = ("np_cnp_sent", "rp_cnp_handled", "np_ecn_marked_roce_packets", "port_xmit_wait")
 
 
 def read_counters(machine: Machine) -> Mapping[str, int]:
-    """Return the error counters of every RDMA port and of the interfaces to other nodes, by path."""
+    """Return the error counters of all RDMA ports and of the interfaces to other nodes, by path."""
     paths = [f"sys/class/net/{one.name}/statistics/{name}" for one in candidates(machine) for name in ETHERNET]
     folders = [f"{one.path}/{folder}" for one in ports(machine) for folder in ("counters", "hw_counters")]
     paths += [f"{folder}/{name}" for folder in folders for name in LINK + LOST + CONGESTION]
@@ -203,7 +206,7 @@ def read_counters(machine: Machine) -> Mapping[str, int]:
 
 @check(f"{PORTS}/{{counters,hw_counters}}, /sys/class/net/*/statistics")
 def counters(machine: Machine) -> Iterator[Finding]:
-    """Error counters: 0, or at least no growth since the doctor first looked; every error costs a retransmission."""
+    """Error counters: 0, or no growth since the doctor's first reading; every error costs a retransmission."""
     now = read_counters(machine)
     if not now:
         raise Unread("no port has counters that this user can read", "ethtool -S INTERFACE")
@@ -211,12 +214,12 @@ def counters(machine: Machine) -> Iterator[Finding]:
     grown = {path: more for path, value in now.items() if (more := value - machine.counters.get(path, value)) > 0}
     for path, more in grown.items():
         device, name = path.split("/")[3], path.rsplit("/", 1)[1]
-        told = f"+{more} while the doctor looked (now {now[path]})"
+        growth = f"+{more} between two readings (now {now[path]})"
         if name in CONGESTION:
             remedy = "look for a slow link or many senders to one port; the same counters on the switches"
-            yield info(told, "few: the network makes senders wait", remedy, "low", f"/{path}")
+            yield info(growth, "few: the network makes senders wait", remedy, "low", f"/{path}")
         else:
-            yield error(told, remedy=_repair(device, name, layers.get(device)), read=f"/{path}")
+            yield error(growth, remedy=_repair(device, name, layers.get(device)), read=f"/{path}")
     old = {path: value for path, value in now.items() if value and not path.endswith(CONGESTION)}
     if old and not grown:
         worst = sorted(old.items(), key=lambda item: -item[1])[:4]

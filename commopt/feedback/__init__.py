@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Error feedback: what compression left out is kept by parameter and range, and added to the next gradient."""
+"""Error feedback: residuals are stored by parameter and range, and added to the next gradient."""
 
 from commopt.feedback.checkpoint import layout_of, pieces_of, restore, save, spread
 from commopt.feedback.context import (
@@ -14,18 +14,18 @@ from commopt.feedback.context import (
 from commopt.feedback.counts import ParameterSteps, StepCounts
 from commopt.feedback.factors import Factors, FactorStore, Side
 from commopt.feedback.layout import Layout, Piece, Spans, checked_patterns, gaps, joined_spans, matches
-from commopt.feedback.quality import EVERY_STEPS, Shadow, falls_behind, sample_numel, sample_stride
-from commopt.feedback.store import (
+from commopt.feedback.quality import EVERY_STEPS, ExactSample, falls_behind, sample_numel, sample_stride
+from commopt.feedback.residual import (
     ANCHOR,
     EXP_AVG,
     EXP_AVG_SQ,
     MOMENTUM_BUFFER,
-    Kind,
     Residual,
-    ResidualStore,
-    Scratch,
+    ResidualKind,
     is_average,
 )
+from commopt.feedback.store import ResidualStore
+from commopt.feedback.transaction import Scratch
 
 __all__ = [
     "ANCHOR",
@@ -36,17 +36,17 @@ __all__ = [
     "SAMPLE_EVERY_STEPS",
     "SAMPLE_NUMEL",
     "BufferContext",
+    "ExactSample",
     "FactorStore",
     "Factors",
     "Feedback",
-    "Kind",
     "Layout",
     "ParameterSteps",
     "Piece",
     "Residual",
+    "ResidualKind",
     "ResidualStore",
     "Scratch",
-    "Shadow",
     "Side",
     "Spans",
     "StepCounts",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Residuals and factors as plain dictionaries: for torch.save, rank-0-only checkpoints, other worlds and buckets.
 
-What is read may be anything, for files get mixed up and damaged. It is checked as it is read, since a value that is not
+A file may contain anything, for files get mixed up and damaged. All of it is checked as it is read: a value that is not
 finite would make every later step so, and one of a wrong length would fail in the lane. It is read into host memory,
 wherever it was loaded to: memory that another stream made could be given away while the lane still reads it.
 """
@@ -18,9 +18,10 @@ from torch import Tensor
 
 from commopt.errors import ConfigurationError
 from commopt.feedback.counts import StepCounts
-from commopt.feedback.factors import Kept
+from commopt.feedback.factors import RightFactor
 from commopt.feedback.layout import Layout, Piece
-from commopt.feedback.store import EXP_AVG_SQ, Kind, Residual, ResidualStore, is_average
+from commopt.feedback.residual import EXP_AVG_SQ, Residual, ResidualKind, is_average
+from commopt.feedback.store import ResidualStore
 
 T = TypeVar("T")
 _Pieces = list[list[Any]]  # [name, begin, end, shape] each
@@ -37,26 +38,27 @@ def save(store: ResidualStore) -> dict[str, Any]:
     residuals: dict[str, dict[str, Tensor]] = {}
     layouts: dict[str, list[_Pieces]] = {}
     with store.lock:
-        for slot in store.slots():
-            role = f"{slot.path}/{slot.kind}"
-            layouts.setdefault(role, []).append(pieces_of(slot.layout))
+        for residual in store.residuals():
+            role = f"{residual.path}/{residual.kind}"
+            layout = residual.layout
+            layouts.setdefault(role, []).append(pieces_of(layout))
             by_range = residuals.setdefault(role, {})
-            for offset, piece in zip(slot.layout.offsets, slot.layout.pieces, strict=True):
-                values = slot.values[offset : offset + piece.numel].detach().to("cpu", copy=True)
-                # Pieces nobody has asked for yet may lie on top of each other; they add up.
+            for offset, piece in zip(layout.offsets, layout.pieces, strict=True):
+                values = residual.values[offset : offset + piece.numel].detach().to("cpu", copy=True)
+                # Pieces of waiting residuals may lie on top of each other; they add up.
                 by_range[str(piece)] = by_range[str(piece)] + values if str(piece) in by_range else values
-        placed = {
+        divisions = {
             path: [[pieces_of(layout), division] for layout, division in known.items()]
-            for path, known in store.placed.items()
+            for path, known in store.divisions.items()
         }
-        factors = [_entry_of(path, kept) for path, kept in store.factors.everything()]
+        factors = [_entry_of(path, factor) for path, factor in store.factors.everything()]
     expected = None if store.expected_square is None else float(store.expected_square)
     counted = {
-        "dropped": int(store.dropped),
+        "dropped": int(store.transaction.dropped),
         "expected_square": expected,
         "adam_steps": store.counts.state(),
     }
-    return {"residuals": residuals, "layouts": layouts, "placed": placed, "factors": factors, **counted}
+    return {"residuals": residuals, "layouts": layouts, "placed": divisions, "factors": factors, **counted}
 
 
 def restore(
@@ -75,14 +77,15 @@ def restore(
             taken |= {str(piece) for piece in fresh}
             if fresh:
                 joined = torch.cat([values[str(piece)] for piece in fresh])
-                store.install(Residual(path, kind, Layout(tuple(fresh)), joined))
+                store.put(Residual(path, kind, Layout(tuple(fresh)), joined))
     for path, known in field(saved, "placed", dict).items():
         where = f"placed[{path!r}]"
         for entry in required(known, list, where):
             pieces, division = required_length(entry, 2, where)
-            store.place(required(path, str, where), layout_of(pieces, numels, where), required(division, str, where))
-    for path, kept in _factors(saved, numels):
-        store.factors.keep(path, kept)
+            layout = layout_of(pieces, numels, where)
+            store.divides_anew(required(path, str, where), layout, required(division, str, where))
+    for path, factor in _factors(saved, numels):
+        store.factors.add(path, factor)
     _restore_counts(store, [saved])
 
 
@@ -93,13 +96,13 @@ def spread(
     largest: Callable[[str], float],
     world_size: int,
 ) -> None:
-    """Give this rank of a new world its part of what all old ranks held: the sum over all ranks stays what it was.
+    """Give this rank of a new world its part of all old ranks' residuals: the sum over all ranks stays what it was.
 
-    Of averages every rank gets the mean of those that held them.
+    Of averages every rank gets the mean over the ranks that had them.
     """
     sums: dict[str, dict[str, Tensor]] = {}
     holders: dict[tuple[str, str], Tensor] = {}
-    factors: dict[tuple[str, Piece], Kept] = {}  # several nodes have the same
+    factors: dict[tuple[str, Piece], RightFactor] = {}  # several nodes have the same
     for saved in ranks:
         for path, _, layouts, values in _residuals(saved, numels, largest):
             for piece in {str(piece): piece for layout in layouts for piece in layout.pieces}.values():
@@ -108,20 +111,20 @@ def spread(
                 if is_average(path):
                     counts = holders.setdefault((path, piece.name), torch.zeros_like(zero))
                     counts[piece.begin : piece.end] += 1
-        factors |= {(path, kept.piece): kept for path, kept in _factors(saved, numels)}
+        factors |= {(path, factor.piece): factor for path, factor in _factors(saved, numels)}
     for path, by_name in sums.items():
         for name, total in by_name.items():
             layout = Layout.of_parameters([(name, total.numel())])
             share = holders[path, name].clamp(min=1) if is_average(path) else world_size
-            store.deposit(path, layout, (total / share).float())
-    for (path, _), kept in factors.items():
-        store.factors.keep(path, kept)
+            store.add(path, layout, (total / share).float())
+    for (path, _), factor in factors.items():
+        store.factors.add(path, factor)
     _restore_counts(store, ranks)
 
 
 def _restore_counts(store: ResidualStore, ranks: Sequence[Mapping[str, Any]]) -> None:
-    """Take over how many commits were prevented, of the ranks that know, and what is expected of a gradient."""
-    store.dropped = max(whole(saved.get("dropped", 0), "dropped") for saved in ranks)
+    """Restore the number of dropped commits, the steps of Adam, and the expected square of a gradient."""
+    store.transaction.dropped = max(whole(saved.get("dropped", 0), "dropped") for saved in ranks)
     counts = _steps_of(ranks)
     store.counts = StepCounts(counts or {}, by_parameter=counts is not None)
     expected = ranks[0].get("expected_square")
@@ -149,24 +152,24 @@ def pieces_of(layout: Layout) -> _Pieces:
 
 
 def layout_of(pieces: object, numels: Mapping[str, int], where: str) -> Layout:
-    """Return the layout that `pieces_of` took apart. Raises ConfigurationError for what does not fit `numels`."""
+    """Return the layout of plain lists made by `pieces_of`. Raises ConfigurationError if it does not fit `numels`."""
     found = []
     for entry in required(pieces, list, where):
         name, begin, end, shape = required_length(entry, 4, where)
         piece = _piece(name, begin, end, numels, where)
-        extents = tuple(whole(extent, where) for extent in required(shape, list, where))
-        if extents and prod(extents) != numels[name]:
+        dimensions = tuple(whole(dimension, where) for dimension in required(shape, list, where))
+        if dimensions and prod(dimensions) != numels[name]:
             refuse(f"the shape of {name} in {where}", shape, f"one of its {numels[name]} elements")
-        found.append(Piece(piece.name, piece.begin, piece.end, extents))
+        found.append(Piece(piece.name, piece.begin, piece.end, dimensions))
     return Layout(tuple(found))
 
 
-# ------------------------------------------------------------------------------------------- what is read
+# ------------------------------------------------------------------------------------------- reading
 
 
 def _residuals(
     saved: Mapping[str, Any], numels: Mapping[str, int], largest: Callable[[str], float]
-) -> Iterator[tuple[str, Kind, list[Layout], dict[str, Tensor]]]:
+) -> Iterator[tuple[str, ResidualKind, list[Layout], dict[str, Tensor]]]:
     """Iterate over the levels and kinds of a rank's residuals, each with its layouts and the values of their pieces.
 
     The latter by name and range: the same piece may be in several layouts, and there with a shape or without.
@@ -203,7 +206,7 @@ def _values(values: object, piece: Piece, path: str, largest: float, where: str)
     return here
 
 
-def _factors(saved: Mapping[str, Any], numels: Mapping[str, int]) -> Iterator[tuple[str, Kept]]:
+def _factors(saved: Mapping[str, Any], numels: Mapping[str, int]) -> Iterator[tuple[str, RightFactor]]:
     for number, entry in enumerate(field(saved, "factors", list)):
         where = f"factors[{number}]"
         required(entry, dict, where)
@@ -213,7 +216,7 @@ def _factors(saved: Mapping[str, Any], numels: Mapping[str, int]) -> Iterator[tu
         right = _factor(field(entry, "right", Tensor, where), f"{where}['right']")
         if piece.numel % len(right):  # of another number of factors than here it may be: then it is not used
             refuse(f"{where}['right']", right, f"of as many rows as the {piece.numel} elements of {piece} have columns")
-        yield path, Kept(piece, right)
+        yield path, RightFactor(piece, right)
 
 
 def _factor(values: object, where: str) -> Tensor:
@@ -226,11 +229,11 @@ def _factor(values: object, where: str) -> Tensor:
     return here
 
 
-def _entry_of(path: str, kept: Kept) -> dict[str, Any]:
+def _entry_of(path: str, factor: RightFactor) -> dict[str, Any]:
     return {
         "path": path,
-        "piece": [kept.piece.name, kept.piece.begin, kept.piece.end],
-        "right": kept.right.detach().to("cpu", copy=True),
+        "piece": [factor.piece.name, factor.piece.begin, factor.piece.end],
+        "right": factor.right.detach().to("cpu", copy=True),
     }
 
 
@@ -247,16 +250,16 @@ def _is_plain(values: object) -> TypeGuard[Tensor]:
     return isinstance(values, Tensor) and values.layout == torch.strided and values.device.type != "meta"
 
 
-def _role(role: object) -> tuple[str, Kind]:
+def _role(role: object) -> tuple[str, ResidualKind]:
     path, _, kind = role.rpartition("/") if isinstance(role, str) else ("", "", "")
     if kind == "worker":
         return path, "worker"
-    if kind in ("server", "owner"):  # as it was called at first
+    if kind in ("server", "owner"):  # the first name of it
         return path, "server"
     return refuse("a key of residuals", role, "a level and a kind, 'worker' or 'server', with a slash between")
 
 
-# ------------------------------------------------------------------------------------------- what is refused
+# ------------------------------------------------------------------------------------------- errors
 
 
 def field(entry: Mapping[str, Any], key: str, kind: type[T], where: str = "") -> T:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an aggregator may know and remember about the one buffer it is given, and how feedback is done."""
+"""The one buffer that an aggregator is given: its layout, its step and its residuals. And the option `Feedback`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from commopt.errors import ConfigurationError
 from commopt.feedback.counts import ParameterSteps
 from commopt.feedback.factors import Factors, FactorStore, Make
 from commopt.feedback.layout import Layout
-from commopt.feedback.store import Kind, Memory, Residual, ResidualStore, Scratch
+from commopt.feedback.residual import Residual, ResidualKind
+from commopt.feedback.store import BufferMemory, ResidualStore
+from commopt.feedback.transaction import Scratch
 from commopt.groups import apply_scale
-from commopt.kernels.residual import round_with_carry
+from commopt.kernels.residual import round_with_residual
 
 SAMPLE_EVERY_STEPS = 8
 SAMPLE_NUMEL = 16384
@@ -25,9 +27,9 @@ SAMPLE_NUMEL = 16384
 
 @dataclass(frozen=True, repr=False)
 class Feedback(ConciseRepr):
-    """Add to each gradient what compression left out of the last one (Karimireddy et al., arXiv 1901.09847).
+    """Add the residual of the last encoding to each gradient (Karimireddy et al., arXiv 1901.09847).
 
-    decay: the share of the old residual that is kept, in (0, 1]; below 1 some of the gradient is lost on purpose.
+    decay: the share of the old residual that is added, in (0, 1]; below 1 some of the gradient is dropped on purpose.
     dtype: how residuals are stored: torch.float32, or torch.bfloat16 with stochastic rounding for half the memory.
     """
 
@@ -62,12 +64,15 @@ def require_repeatable(whose: str, feedback: Feedback | None) -> None:
 class BufferContext:
     """A buffer's layout, the step it belongs to, and the store with its residuals (None: nothing is remembered).
 
-    number: tells the buffers of one step apart. rank: global. path: the level of the aggregator that asks.
-    loss_scale: what the gradients were multiplied by, 0-d float32 on their device; None for 1.
-    result_dtype: what the buffer's values will be rounded to in the end, None for its own dtype.
+    number: tells the buffers of one step apart.
+    rank: global.
+    loss_scale: the factor that the gradients were multiplied by, 0-d float32 on their device; None for 1.
+    path: the level of the aggregator that asks.
+    result_dtype: the dtype that the buffer's values will be rounded to in the end, None for its own dtype.
     share: the part of all ranks whose gradients were added up into this buffer; None where it is this one alone.
-    memory: what earlier steps have found for the buffer.
-    steps: how many Adam has made of the parameters of the whole buffer; None where nobody counts them.
+    memory: the residuals that earlier steps have found for the buffer.
+    scratch: where to take memory from.
+    steps: the number of Adam's steps of the parameters of the whole buffer; None where nobody counts them.
     """
 
     layout: Layout
@@ -79,8 +84,8 @@ class BufferContext:
     path: str = ""
     result_dtype: torch.dtype | None = None
     share: float | None = None
-    memory: Memory = field(default_factory=Memory)
-    scratch: Scratch = field(default_factory=Scratch)  # where to take buffers from
+    memory: BufferMemory = field(default_factory=BufferMemory)
+    scratch: Scratch = field(default_factory=Scratch)
     steps: ParameterSteps | None = None
 
     @classmethod
@@ -95,113 +100,113 @@ class BufferContext:
         path = f"{self.path}.{level}" if self.path else level
         return replace(self, layout=layout, path=path, result_dtype=result_dtype, share=share)
 
-    def rng(self, kind: Kind) -> RngKey:
+    def rng_key(self, kind: ResidualKind) -> RngKey:
         """Return the key of one encoding's random bits: another for each buffer, step, level, kind and rank."""
         return RngKey(crc32(f"{self.path} {kind}".encode()) | self.rank << 32, self.step, self.number)
 
     # ---------------------------------------------------------------------------------- residuals
 
-    def carry(
+    def error_feedback(
         self,
-        kind: Kind,
+        kind: ResidualKind,
         layout: Layout,
         feedback: Feedback | None,
         device: torch.device,
         whole: Layout | None = None,
     ) -> ErrorFeedback | None:
-        """Return the residual that goes into an encoding of `layout` and the place for the one that comes out.
+        """Return the residual that goes into an encoding of `layout`, and memory for the one that comes out.
 
         A server's `layout` is its part of `whole`.
         """
         if self.store is None or feedback is None:
             return None
-        slot = self.memory.found.get((self.path, kind, layout))
-        if slot is None:
-            slot = self.residual(kind, layout, feedback, device, whole)
-        old, new = self.store.stage(slot, self.rank)
+        residual = self.memory.found.get((self.path, kind, layout))
+        if residual is None:
+            residual = self.residual(kind, layout, feedback, device, whole)
+        old, new = self.store.transaction.stage(residual, self.rank)
         if kind == "worker":
             return ErrorFeedback(old, new, self.loss_scale, feedback.decay)
-        # Decay is for what grows old while it waits; a sum is sent to all at once.
+        # Decay is for residuals that grow old before they are sent; a sum is sent to all at once.
         return ErrorFeedback(old, new, self.loss_scale)
 
     def residual(
-        self, kind: Kind, layout: Layout, feedback: Feedback, device: torch.device, whole: Layout | None = None
+        self, kind: ResidualKind, layout: Layout, feedback: Feedback, device: torch.device, whole: Layout | None = None
     ) -> Residual:
-        """Return the residual itself, for which there has to be a store; who writes it locks that."""
+        """Return the residual itself. There must be a store, and a caller that writes the values must lock it."""
         assert self.store is not None
-        slot = self.store.slot(self.path, kind, layout, device, feedback.dtype, whole or layout)
-        self.memory.found[self.path, kind, layout] = slot
-        return slot
+        residual = self.store.residual(self.path, kind, layout, device, feedback.dtype, whole or layout)
+        self.memory.found[self.path, kind, layout] = residual
+        return residual
 
     def moment(self, name: str, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the average kept as `name` (EXP_AVG, ANCHOR) of the buffer, float32, and the next one's place."""
+        """Return the buffer's average `name` (EXP_AVG, ANCHOR), float32, and memory for the next one."""
         assert self.store is not None
         path = f"{self.path}.{name}".lstrip(".")
-        slot = self.memory.found.get((path, "worker", self.layout))
-        if slot is None:
-            slot = self.store.slot(path, "worker", self.layout, device, torch.float32, self.layout)
-            self.memory.found[path, "worker", self.layout] = slot
-        return self.store.stage(slot, self.rank)
+        average = self.memory.found.get((path, "worker", self.layout))
+        if average is None:
+            average = self.store.residual(path, "worker", self.layout, device, torch.float32, self.layout)
+            self.memory.found[path, "worker", self.layout] = average
+        return self.store.transaction.stage(average, self.rank)
 
-    def holds(self, layout: Layout) -> bool:
-        """Return whether anything is kept for the elements of `layout`; asked of a settled buffer, whether was."""
-        return self.store is not None and not self.memory.settled and self.store.holds(self.path, layout)
+    def has_residual(self, layout: Layout) -> bool:
+        """Return whether there is a residual for elements of `layout` that a step may have to look for."""
+        return self.store is not None and not self.memory.complete and self.store.has(self.path, layout)
 
-    def leftover(self, layout: Layout, device: torch.device) -> ErrorFeedback | None:
-        """Return what was left out of earlier, inexact encodings of `layout`, if anything was: to be sent once."""
-        if self.store is None or not self.holds(layout):
+    def flush(self, layout: Layout, device: torch.device) -> ErrorFeedback | None:
+        """Return the residual of earlier, inexact encodings of `layout`, if there is one: to be sent exactly, once."""
+        if self.store is None or not self.has_residual(layout):
             return None
-        slot = self.store.slot(self.path, "worker", layout, device, torch.float32, layout)
-        slot.once = True
-        self.memory.found[self.path, "leftover", layout] = slot
-        return ErrorFeedback(*self.store.stage(slot, self.rank), self.loss_scale)
+        residual = self.store.residual(self.path, "worker", layout, device, torch.float32, layout)
+        residual.flushing = True
+        self.memory.found[self.path, "flush", layout] = residual
+        return ErrorFeedback(*self.store.transaction.stage(residual, self.rank), self.loss_scale)
 
-    def add_leftover(self, buffer: Tensor, scale: float) -> float:
-        """Scale `buffer` and add what others kept of it, where what sends it next keeps no residuals.
+    def flush_into(self, buffer: Tensor, scale: float) -> float:
+        """Scale `buffer` and add its residuals, where its aggregator keeps none itself; return the remaining scale.
 
-        Once, and gone when it is committed. Returns the scale that is left to be applied. Without communication: what
-        is held, and hence whether anything is added, differs from rank to rank.
+        They are gone once this is committed. Nothing is communicated: the residuals, and hence whether anything is
+        added, differ from rank to rank.
         """
-        carry = None if self.memory.paths else self.leftover(self.layout, buffer.device)
-        if carry is None:
+        residual = None if self.memory.paths else self.flush(self.layout, buffer.device)
+        if residual is None:
             return scale
-        scale_and_add(buffer, buffer, scale, carry)
+        scale_and_add(buffer, buffer, scale, residual)
         return 1.0
 
     def factors(self, layout: Layout, matrix_rank: int, columns: tuple[int, ...], make: Make) -> Factors:
-        """Return what the last step left of the factors of the matrices in `layout`; see FactorStore.take."""
+        """Return the last step's factors of the matrices in `layout`; see FactorStore.take."""
         store = FactorStore() if self.store is None else self.store.factors
         return store.take(self.path, layout, matrix_rank, columns, make)
 
-    # ------------------------------------------------------------------------------------ verdicts
+    # ------------------------------------------------------------------------------------- results
 
     def report(self, finite: Tensor) -> None:
-        """Tell whether a part of the result is finite (bool, 0-d): else nothing staged is committed."""
+        """Report whether a part of the result is finite (bool, 0-d): if not, nothing staged is committed."""
         if self.store is not None:
-            self.store.flags.append(finite)
+            self.store.transaction.flags.append(finite)
 
-    def sample(self, values: Tensor, scale: float, carry: ErrorFeedback) -> None:
-        """Measure, on some of the elements, how much an encoding left out; for every SAMPLE_EVERY_STEPS-th step."""
+    def sample(self, values: Tensor, scale: float, residual: ErrorFeedback) -> None:
+        """Measure the error of an encoding on some of the elements; for every SAMPLE_EVERY_STEPS-th step."""
         if self.store is None:
             return
         unscale = scale if self.loss_scale is None else scale / self.loss_scale
         gradient = values[:SAMPLE_NUMEL].float() * unscale
-        sent = gradient + carry.decay * carry.old[:SAMPLE_NUMEL]
-        self.store.error.add(carry.new[:SAMPLE_NUMEL], sent)
+        sent = gradient + residual.decay * residual.old[:SAMPLE_NUMEL]
+        self.store.error.add(residual.new[:SAMPLE_NUMEL], sent)
 
 
-def scale_and_add(values: Tensor, target: Tensor, scale: float, carry: ErrorFeedback | None) -> None:
-    """Set `target` to `scale * values` plus what `carry` brings, rounded once; it takes what that leaves out.
+def scale_and_add(values: Tensor, target: Tensor, scale: float, residual: ErrorFeedback | None) -> None:
+    """Set `target` to `scale * values` plus the old residual, rounded once; the new residual is the rounding error.
 
     `target` may be `values`, which are overwritten where that saves memory.
     """
-    if carry is None:
+    if residual is None:
         apply_scale(values, scale)
         if target is not values:
             target.copy_(values)
     elif target.dtype == torch.float64:
-        kept = carry.old if carry.loss_scale is None else carry.old * carry.loss_scale
-        target.copy_(apply_scale(values, scale)).add_(kept, alpha=carry.decay)
-        carry.new.zero_()
+        old = residual.old if residual.loss_scale is None else residual.old * residual.loss_scale
+        target.copy_(apply_scale(values, scale)).add_(old, alpha=residual.decay)
+        residual.new.zero_()
     else:
-        round_with_carry(values, target, scale, carry)
+        round_with_residual(values, target, scale, residual)

@@ -14,10 +14,12 @@ from commopt.feedback.layout import Layout
 
 @dataclass(eq=False)
 class ParameterSteps:
-    """Of the parameters in one buffer, `layout`: how many steps were made before this one.
+    """Adam's steps of the parameters in one buffer.
 
-    before: float64 [pieces]. used: whether each has a gradient on any rank in this step, bool [pieces]; None where all
-    have. equal: whether the host knows that all are equal in all of this.
+    layout: of the buffer.
+    before: number of steps before this one, float64 [pieces].
+    used: whether each has a gradient on any rank in this step, bool [pieces]; None where all have.
+    equal: whether the host knows that all pieces are equal in both.
     """
 
     layout: Layout
@@ -30,6 +32,7 @@ class ParameterSteps:
 class StepCounts:
     """The counts of one registration: by buffer, and by name for parameters that no buffer has asked for yet.
 
+    named: counts by name.
     by_parameter: False after a checkpoint of an older version, which counted the steps of the model only.
     """
 
@@ -38,7 +41,7 @@ class StepCounts:
     _taken: dict[Layout, ParameterSteps] = field(default_factory=dict)
 
     def take(self, layout: Layout, device: torch.device, of_model: Callable[[], float | Tensor]) -> ParameterSteps:
-        """Return those of a buffer. of_model: tells the steps of the model."""
+        """Return the counts of a buffer. of_model: returns the steps of the model."""
         known = self._taken.get(layout)
         if known is None:
             self.named = self.by_name()
@@ -50,11 +53,11 @@ class StepCounts:
         return known
 
     def state(self) -> dict[str, int] | None:
-        """Return what a checkpoint holds: counts by name, None where they are still those of the model."""
+        """Return the counts for a checkpoint: by name, None where they are still those of the model."""
         return self.by_name() if self.by_parameter or self._taken else None
 
     def by_name(self) -> dict[str, int]:
-        """Return how many steps were made of each parameter; waits for the device."""
+        """Return the number of steps of each parameter; waits for the device."""
         counts = dict(self.named)
         for layout, steps in self._taken.items():
             for piece, count in zip(layout.pieces, steps.before.tolist(), strict=True):

@@ -20,8 +20,10 @@ Make = Callable[[Side], Tensor]
 class Factors:
     """The right factors of every matrix in a buffer, one after the other: [columns of all, r], float32.
 
-    layout: the elements of each matrix, whole rows of a parameter. columns: of each.
-    initial: factors of both sides to begin with, at hand also because they keep a direction from getting lost.
+    layout: the elements of each matrix, whole rows of a parameter.
+    columns: of each matrix.
+    rights: the factors.
+    initial: factors of both sides to begin with; also the noise that saves a direction from vanishing.
     """
 
     layout: Layout
@@ -35,8 +37,8 @@ class Factors:
 
 
 @dataclass(frozen=True, eq=False)
-class Kept:
-    """The right factor [columns, r] of one matrix, in store until its rows, or others of its parameter, are sent."""
+class RightFactor:
+    """The right factor [columns, r] of one matrix: waits until its rows, or others of its parameter, are sent."""
 
     piece: Piece
     right: Tensor
@@ -46,77 +48,78 @@ class Kept:
 class FactorStore:
     """The factors of one registration. Equal on all ranks that reduce the same buffers among each other.
 
-    They stay on their rank: rows that another rank of the node sends from now on begin with random ones there.
-    Changed by one thread at a time, as residuals are; any thread may ask what there is.
+    A factor is in use by a buffer, or waits at a path, as a residual does. Factors stay on their rank: rows that
+    another rank of the node sends from now on begin with random ones there. Changed by one thread at a time; any thread
+    may ask for them.
     """
 
-    _used: dict[tuple[str, Layout], Factors] = field(default_factory=dict)
-    _kept: dict[str, dict[str, list[Kept]]] = field(default_factory=dict)  # by path and name
+    _in_use: dict[tuple[str, Layout], Factors] = field(default_factory=dict)
+    _waiting: dict[str, dict[str, list[RightFactor]]] = field(default_factory=dict)  # by path and name
     _lock: RLock = field(default_factory=RLock, repr=False)
 
     def take(self, path: str, layout: Layout, matrix_rank: int, columns: tuple[int, ...], make: Make) -> Factors:
         """Return the factors of a buffer's matrices: as they were for the same rows, else the nearest known ones.
 
-        A right factor suits all blocks of rows of a parameter: that of the first block known starts the others. What
-        nobody knows, or only with another `matrix_rank`, begins with what `make` returns.
+        A right factor suits all blocks of rows of a parameter: that of the first block known starts the others. One
+        that is unknown, or known with another `matrix_rank` only, begins with the result of `make`.
         """
         key = (path, layout)
-        if key in self._used and self._used[key].rights.shape[1] == matrix_rank:
-            return self._used[key]
+        if key in self._in_use and self._in_use[key].rights.shape[1] == matrix_rank:
+            return self._in_use[key]
         with self._lock:
             self.release(path, layout.names)
             initial: dict[Side, Tensor] = {"left": make("left"), "right": make("right")}
-            factors = self._used[key] = Factors(layout, columns, initial["right"].clone(), initial)
-            known = self._kept.get(path, {})
+            factors = self._in_use[key] = Factors(layout, columns, initial["right"].clone(), initial)
+            known = self._waiting.get(path, {})
             for piece, right in factors.each():
-                suiting = [kept for kept in known.get(piece.name, []) if kept.right.shape == right.shape]
-                same = [kept for kept in suiting if (kept.piece.begin, kept.piece.end) == (piece.begin, piece.end)]
+                suiting = [each for each in known.get(piece.name, []) if each.right.shape == right.shape]
+                same = [each for each in suiting if (each.piece.begin, each.piece.end) == (piece.begin, piece.end)]
                 if suiting:
-                    right.copy_(same[0].right if same else min(suiting, key=lambda kept: kept.piece.begin).right)
+                    right.copy_(same[0].right if same else min(suiting, key=lambda each: each.piece.begin).right)
             for name in layout.names:
                 known.pop(name, None)
             return factors
 
     def release(self, path: str, names: Iterable[str]) -> None:
-        """Take apart the factors of buffers with any of these parameters, and keep them until they are asked for."""
+        """Let the factors of buffers with any of these parameters wait."""
         names = frozenset(names)
         with self._lock:
-            for key, factors in list(self._used.items()):
+            for key, factors in list(self._in_use.items()):
                 if key[0] == path and not factors.layout.names.isdisjoint(names):
-                    del self._used[key]
+                    del self._in_use[key]
                     for piece, right in factors.each():
-                        self.keep(path, Kept(piece, right))
+                        self.add(path, RightFactor(piece, right))
 
     def forget(self, path: str, names: Iterable[str]) -> None:
-        """Keep nothing of these parameters, whose rows others of the node send from now on."""
+        """Drop the factors of these parameters, whose rows others of the node send from now on."""
         names = frozenset(names)
         with self._lock:
             self.release(path, names)
             for name in names:
-                self._kept.get(path, {}).pop(name, None)
+                self._waiting.get(path, {}).pop(name, None)
 
-    def keep(self, path: str, kept: Kept) -> None:
-        """Keep the factor of one matrix until it is asked for."""
+    def add(self, path: str, factor: RightFactor) -> None:
+        """Let the factor of one matrix wait."""
         with self._lock:
-            self._kept.setdefault(path, {}).setdefault(kept.piece.name, []).append(kept)
+            self._waiting.setdefault(path, {}).setdefault(factor.piece.name, []).append(factor)
 
-    def everything(self) -> list[tuple[str, Kept]]:
-        """Return what there is, with its path."""
+    def everything(self) -> list[tuple[str, RightFactor]]:
+        """Return all factors, in use and waiting, each with its path."""
         with self._lock:
             used = [
-                (path, Kept(piece, right))
-                for (path, _), factors in self._used.items()
+                (path, RightFactor(piece, right))
+                for (path, _), factors in self._in_use.items()
                 for piece, right in factors.each()
             ]
             return used + [
-                (path, kept) for path, by_name in self._kept.items() for each in by_name.values() for kept in each
+                (path, each) for path, by_name in self._waiting.items() for known in by_name.values() for each in known
             ]
 
     # --------------------------------------------------------------------------------------- facts
 
     @property
     def nbytes(self) -> int:
-        """Bytes kept, initial factors included."""
+        """Bytes of all factors, initial ones included."""
         with self._lock:
-            initial = [tensor for factors in self._used.values() for tensor in factors.initial.values()]
-            return sum(tensor.nbytes for tensor in [*initial, *(kept.right for _, kept in self.everything())])
+            initial = [tensor for factors in self._in_use.values() for tensor in factors.initial.values()]
+            return sum(tensor.nbytes for tensor in [*initial, *(each.right for _, each in self.everything())])

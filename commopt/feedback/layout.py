@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lies where in a buffer: parameters by name, cut anywhere."""
+"""The layout of a buffer: pieces of parameters by name, cut anywhere."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Spans = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [begin, end) of the parameter `name`, whose whole `shape` is () when nobody told."""
+    """Elements [begin, end) of the parameter `name`, whose whole `shape` is () when it is unknown."""
 
     name: str
     begin: int
@@ -44,8 +44,8 @@ class Layout:
     def of_parameters(cls, parameters: Iterable[tuple[str, int | Sequence[int]]]) -> Layout:
         """Lay out whole parameters, given as (name, shape), or (name, numel) where the shape does not matter."""
         pieces = []
-        for name, extent in parameters:
-            numel, shape = (extent, ()) if isinstance(extent, int) else (prod(extent), tuple(extent))
+        for name, size in parameters:
+            numel, shape = (size, ()) if isinstance(size, int) else (prod(size), tuple(size))
             pieces.append(Piece(name, 0, numel, shape))
         return cls(tuple(pieces))
 
@@ -156,7 +156,7 @@ def joined_spans(spans: Iterable[tuple[int, int]]) -> Spans:
 
 
 def gaps(taken: Iterable[tuple[int, int]], numel: int) -> Iterator[tuple[int, int]]:
-    """Iterate over what sorted spans leave of `numel` elements."""
+    """Iterate over the gaps between sorted spans of `numel` elements."""
     done = 0
     for begin, end in [*taken, (numel, numel)]:
         if done < begin:

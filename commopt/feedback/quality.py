@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How good compressed averages are, measured on samples: how far behind exact ones, and what encodings leave out."""
+"""How good compressed averages are, measured on samples: how far behind exact ones, and the error of encodings."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ MOST_STEPS_BEHIND = 10.0
 _FORGETTING = 0.75  # from one sample to the next
 
 
-class Shadow:
-    """How many steps a model is behind one whose gradients are averaged exactly: what it was not told, in gradients.
+class ExactSample:
+    """How many steps a model is behind one whose gradients are averaged exactly: its missing updates, in gradients.
 
     Of one lossy buffer in every `every`-th step, in turn, some elements are averaged exactly as well, and with them
-    what error feedback keeps: summed over the ranks, that is what exact averages would have told the model and lossy
-    ones have not yet. Where nothing is kept, what each sample lacks is taken for what every step until then lost.
-    Counts from `first_step` on: a plan that begins there is judged by its own samples alone.
+    their residuals: summed over the ranks, these are the updates that exact averages would have made and lossy ones
+    have not made yet. Without error feedback the error of a sample counts for every step since the last one.
+    Counts from `first_step` on: a plan that begins there is compared by its own samples alone.
     """
 
     def __init__(self, every: int = EVERY_STEPS, first_step: int = 0) -> None:
@@ -29,7 +29,7 @@ class Shadow:
         self._every = every
         self._step = -1
         self._seen = self._last_seen = 0  # lossy buffers of this step, and of the last one
-        self._lost: dict[Layout, tuple[int, Tensor]] = {}  # of each buffer: until which step, and what
+        self._missing: dict[Layout, tuple[int, Tensor]] = {}  # of each buffer: up to which step, and the sum of errors
         self._sums: Tensor | None = None
 
     def takes(self, step: int) -> bool:
@@ -44,18 +44,18 @@ class Shadow:
         turns, rest = divmod(step + 1 - self.first_step, self._every)
         return rest == 0 < turns and number == turns % max(self._last_seen, 1)
 
-    def exact(self, buffer: Tensor, kept: Tensor | None, team: Team, scale: float) -> Tensor:
-        """Return `scale * sum` over the team of some elements of `buffer`, and a second row: the sum of `kept`.
+    def exact(self, buffer: Tensor, residual: Tensor | None, team: Team, scale: float) -> Tensor:
+        """Return `scale * sum` over the team of some elements of `buffer`, and a second row: the sum of `residual`.
 
-        float32 [1 or 2, sample]; collective. kept: of the same elements, None where nothing ever is.
+        float32 [1 or 2, sample]; collective. residual: of the same elements, None without error feedback.
         """
-        rows = [_sampled(buffer).float(), *([] if kept is None else [kept / scale])]
+        rows = [_sampled(buffer).float(), *([] if residual is None else [residual / scale])]
         sample = torch.stack(rows)
         team.all_reduce(sample.view(-1), scale=scale)
         return sample
 
     def add(self, exact: Tensor, result: Tensor, step: int, layout: Layout, loss_scale: Tensor | None = None) -> None:
-        """Compare what `exact` returned with the buffer as it is now; what is not finite does not count. No host sync.
+        """Compare the result of `exact` with the buffer as it is now; non-finite samples do not count. No host sync.
 
         Replicas are alike in both, so every rank finds the same.
         """
@@ -63,18 +63,18 @@ class Shadow:
             exact, result = exact / loss_scale, result / loss_scale
         dense = exact[0].double()
         if len(exact) == 2:
-            owed = exact[1].double()
+            missing = exact[1].double()
         else:
-            until, owed = self._lost.get(layout, (self.first_step - 1, torch.zeros_like(dense)))
-            missing = dense - _sampled(result).double()
-            owed = owed + missing.masked_fill(~missing.isfinite().all(), 0.0) * (step - until)
-            self._lost[layout] = step, owed
-        sums = torch.stack([owed.dot(owed), dense.dot(dense)])
+            until, missing = self._missing.get(layout, (self.first_step - 1, torch.zeros_like(dense)))
+            error = dense - _sampled(result).double()
+            missing = missing + error.masked_fill(~error.isfinite().all(), 0.0) * (step - until)
+            self._missing[layout] = step, missing
+        sums = torch.stack([missing.dot(missing), dense.dot(dense)])
         sums = sums.masked_fill(~sums.isfinite().all(), 0.0)
         self._sums = sums if self._sums is None else self._sums * _FORGETTING + sums
 
     def steps_behind(self) -> float | None:
-        """Return the L2 norm of what the model was not told over that of a gradient, in recent samples.
+        """Return the L2 norm of the missing updates over that of a gradient, in recent samples.
 
         None before there is one that is not zero. Waits for the device.
         """
@@ -86,7 +86,7 @@ class Shadow:
 def falls_behind(steps_behind: float | None) -> str:
     """Say that compression withholds too much, or nothing.
 
-    On the GPT of docs/evidence/convergence.md what learns well stays below 6 (tests/test_guard.py).
+    On the GPT of docs/evidence/convergence.md strategies that learn well stay below 6 (tests/test_guard.py).
     """
     if steps_behind is None or steps_behind <= MOST_STEPS_BEHIND:
         return ""
@@ -109,14 +109,14 @@ def sample_stride(numel: int) -> int:
 
 
 class SampledError:
-    """Relative L2 error of recent encodings: what was left out over what should have been sent."""
+    """Relative L2 error of recent encodings: the norm of the new residuals over that of the encoded values."""
 
     def __init__(self) -> None:
         self._squares: Tensor | None = None
 
-    def add(self, left_out: Tensor, sent: Tensor) -> None:
+    def add(self, residual: Tensor, sent: Tensor) -> None:
         """Take one sample in; those of dropped steps, which are not finite, do not count. No host sync."""
-        squares = torch.stack([left_out.square().sum(), sent.square().sum()])
+        squares = torch.stack([residual.square().sum(), sent.square().sum()])
         squares = squares.masked_fill(~squares.isfinite().all(), 0.0)
         if self._squares is None:
             self._squares = squares

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Process groups of commopt's own: who is on which node, and teams of ranks for each level of the network."""
+"""commopt's own process groups: the ranks of each node, and a team of ranks for each level of the network."""
 
 from commopt.groups.build import join, read_arguments
 from commopt.groups.gloo import apply_scale

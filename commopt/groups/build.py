@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a process group to a Team: who is on which node, and commopt's own groups for every level."""
+"""From a process group to a Team: the ranks of each node, and commopt's own groups for every level."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from commopt.version import __version__
 from topology import Cluster, HostIdentity, read_host_identity
 
 ENVIRONMENT_VARIABLE = "COMMOPT_RANKS_PER_NODE"
-DEFAULT_TIMEOUT_S = 600.0  # where the process group does not tell its own
+DEFAULT_TIMEOUT_S = 600.0  # if the process group does not tell its own
 _LONGEST_TIMEOUT_S = 365 * 24 * 3600.0
 
 _log = logging.getLogger("commopt")
@@ -39,9 +39,9 @@ _memberships: WeakKeyDictionary[dist.ProcessGroup, dict[_Arguments, Membership]]
 
 
 def resolve_group(group: Any) -> dist.ProcessGroup:
-    """Return the process group meant by None (the world), a ProcessGroup or a one-dimensional DeviceMesh.
+    """Return the process group of None (the world), a ProcessGroup or a one-dimensional DeviceMesh.
 
-    Raises ConfigurationError when there is none, when it was destroyed, or when this rank is not in it.
+    Raises ConfigurationError if there is none, if it was destroyed, or if this rank is not in it.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise ConfigurationError(
@@ -71,20 +71,21 @@ def join(
     timeout_s: float | None = None,
     problem: Exception | None = None,
 ) -> Membership:
-    """Return the membership of `group`, building it on the first call: collective over the group's ranks.
+    """Return the membership of `group`, and build it on the first call. Collective over the group's ranks.
 
-    Calls with equal arguments share one set of process groups: all of them use one lane, in one order, anyway.
-    `ranks_per_node` declares blocks of the group's ranks to be nodes instead of asking the hosts, as
-    COMMOPT_RANKS_PER_NODE does with blocks of global ranks. `timeout_s` None means that of `group` itself, 600 s where
-    torch does not tell it.
-    `problem` is why the caller cannot go on: raised here on every rank, unless the groups exist already.
-    Raises ConfigurationError for a shape or a timeout that cannot be, on every rank also when only one finds them,
-    MismatchError when ranks disagree, TransportError when the rendezvous store does not answer.
+    Calls with equal arguments share one set of process groups, as all of them use one lane in one order. Raises
+    ConfigurationError for an invalid shape or timeout, on every rank even if only one has it. Raises MismatchError when
+    ranks disagree, TransportError when the rendezvous store does not answer.
+
+    ranks_per_node: declares blocks of the group's ranks to be nodes, instead of asking the hosts. The variable
+        COMMOPT_RANKS_PER_NODE does this with blocks of global ranks.
+    timeout_s: None: the timeout of `group` itself, or 600 s if torch does not tell it.
+    problem: reason why the caller cannot continue, raised here on every rank unless the groups exist already.
     """
     try:
         parent = resolve_group(group)
     except ConfigurationError as error:
-        raise problem or error from None  # there is nobody to tell
+        raise problem or error from None  # no other rank can be told
     known = _memberships.setdefault(parent, {})
     key = (ranks_per_node, timeout_s)
     if key not in known or not known[key].alive:
@@ -93,9 +94,9 @@ def join(
 
 
 def read_arguments(ranks_per_node: int | None, timeout: float | timedelta | None) -> tuple[int | None, float | None]:
-    """Return these arguments of `join`, the timeout in seconds; raises ConfigurationError for other types.
+    """Return these arguments of `join`, the timeout in seconds. Raises ConfigurationError for wrong types.
 
-    Whether values of the right type can be is for the ranks to find out together, in `join`.
+    Values of the right type are checked by all ranks together, in `join`.
     """
     timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float | None):
@@ -111,7 +112,7 @@ def read_arguments(ranks_per_node: int | None, timeout: float | timedelta | None
 
 
 def _timeout_of(parent: dist.ProcessGroup) -> float:
-    """Return the timeout that a process group was made with, in seconds; all its backends have the same."""
+    """Return the timeout of a process group in seconds; all its backends have the same."""
     for device in parent._device_types:
         backend = parent._get_backend(device)
         backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
@@ -125,7 +126,7 @@ def _timeout_of(parent: dist.ProcessGroup) -> float:
 
 
 def _backends(parent: dist.ProcessGroup) -> dict[str, str]:
-    """Return which backend moves the tensors of which type of device."""
+    """Return the name of the backend for each type of device."""
     return dict(part.split(":") for part in str(dist.get_backend_config(parent)).split(","))
 
 
@@ -136,7 +137,7 @@ def _build(
     problem: Exception | None,
 ) -> Membership:
     timeout_s, host = min(_timeout_of(parent), _LONGEST_TIMEOUT_S), None
-    try:  # a mistake of this rank alone is every rank's to hear of
+    try:  # an error of one rank is raised on all
         if asked_for_s is not None:
             timeout_s = require_timeout(asked_for_s)
         emulated = _ranks_per_node_from_environment() if ranks_per_node is None else None
@@ -154,8 +155,8 @@ def _build(
     own = {"host": host, "token": secrets.token_hex(4), "timeout of the process group": timeout_s}
     ranks, me = dist.get_process_group_ranks(parent), parent.rank()
     store = limited_store(f"commopt/{parent.group_name}", timeout_s)
-    hear = failures_among(ranks)
-    answers = exchange_facts(store, ranks, me, "commopt group setup", facts | own, timeout_s, hear, problem)
+    raise_failures = failures_among(ranks)
+    answers = exchange_facts(store, ranks, me, "commopt group setup", facts | own, timeout_s, raise_failures, problem)
     require_equal(ranks, answers, facts)
     timeout_s = max(answer["timeout of the process group"] for answer in answers)
     if ranks_per_node is None:
@@ -173,10 +174,10 @@ def _build(
     try:
         try:
             team = _build_team(parent, cluster, name, timeout_s)
-        except Exception as error:  # whatever it is, the other ranks must hear of it
+        except Exception as error:  # any error must be raised on the other ranks too
             problem = error
-        # A rank that went on and destroyed its groups would break the connections others are still making.
-        exchange_facts(store, ranks, me, "the end of commopt group setup", {}, timeout_s, hear, problem)
+        # A rank that continued and destroyed its groups would break connections that others are still making.
+        exchange_facts(store, ranks, me, "the end of commopt group setup", {}, timeout_s, raise_failures, problem)
     except BaseException:
         for group in [group for group, known in c10d._world.pg_names.items() if known.startswith(f"{name}/")]:
             dist.destroy_process_group(group)
@@ -185,7 +186,7 @@ def _build(
 
 
 def require_timeout(timeout_s: float) -> float:
-    """Return a timeout, in seconds, that a process group can have; raises ConfigurationError for any other."""
+    """Return a valid timeout of a process group, in seconds. Raises ConfigurationError for any other."""
     if not 0 < timeout_s <= _LONGEST_TIMEOUT_S:
         raise ConfigurationError(
             f"timeout {timeout_s} is not between 0 and {_LONGEST_TIMEOUT_S:.0f} seconds; pass for example timeout=60"
@@ -194,7 +195,7 @@ def require_timeout(timeout_s: float) -> float:
 
 
 def _host(ranks_per_node: int | None) -> HostIdentity:
-    """Return this process's host; an emulated one when the environment declares blocks of global ranks to be nodes."""
+    """Return this process's host; an emulated one if the environment declares blocks of global ranks to be nodes."""
     if ranks_per_node is None:
         return read_host_identity()
     rank = dist.get_rank()
@@ -210,7 +211,7 @@ def _blocks(world_size: int, ranks_per_node: int) -> Cluster:
 
 
 def _build_team(parent: dist.ProcessGroup, cluster: Cluster, name: str, timeout_s: float) -> Team:
-    """Create the groups in one fixed order: world, intra, inter."""
+    """Create the groups in a fixed order: world, intra, inter."""
     global_ranks = [dist.get_process_group_ranks(parent)[position] for position in cluster.order]
     node_of = [cluster.node_of(position) for position in cluster.order]
     backends = _backends(parent)
@@ -235,10 +236,10 @@ def _build_team(parent: dist.ProcessGroup, cluster: Cluster, name: str, timeout_
 def _new_group(
     parent: dist.ProcessGroup, ranks: tuple[int, ...], name: str, timeout_s: float
 ) -> dist.ProcessGroup | None:
-    """Create a process group of exactly `ranks` in exactly this order; only they take part.
+    """Create a process group of exactly `ranks` in exactly this order. Only these ranks take part.
 
-    `dist.new_group` sorts the ranks, which would make a ring alternate between nodes, and derives the group's name
-    from counters that differ between ranks that belong to different other groups.
+    `dist.new_group` would sort the ranks, so that a ring alternates between nodes. It would also derive the group's
+    name from counters, which differ between ranks that belong to different groups.
     """
     if len(ranks) == 1:
         return None
@@ -261,9 +262,9 @@ def _new_group(
 
 
 def _backend_config(parent: dist.ProcessGroup) -> str:
-    """Return what names the backends of `parent`: one name where there is one, else torch finds no default among them.
+    """Return the names of `parent`'s backends, as a single name if they are equal.
 
-    It then says so whenever such a group is destroyed.
+    For several names torch finds no default, and warns whenever such a group is destroyed.
     """
     names = set(_backends(parent).values())
     return names.pop() if len(names) == 1 else str(dist.get_backend_config(parent))
@@ -273,8 +274,8 @@ def _backend_config(parent: dist.ProcessGroup) -> str:
 def _unbound() -> Iterator[None]:
     """Hide the device that init_process_group(device_id=...) bound to the world.
 
-    With one, torch makes NCCL groups by splitting the world's communicator, in which every rank of the world must take
-    part; here only the group's own ranks do.
+    With a bound device torch makes NCCL groups by splitting the world's communicator, which needs every rank of the
+    world; here only the group's own ranks take part.
     """
     world = _world()
     device, world.bound_device_id = world.bound_device_id, None

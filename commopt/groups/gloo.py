@@ -2,24 +2,25 @@
 """Point-to-point collectives for gloo that keep both directions of a link busy.
 
 Gloo announces a receive with a small message on the connection that also carries the data. Its own all_gather and
-all_to_all announce after they have begun to send, so the announcement waits behind megabytes and the two directions
-take turns. Here every receive is posted before the first send: about three quarters of the time for 8 MiB each way
-(docs/performance.md).
+all_to_all post receives after they have begun to send, so the announcement waits behind megabytes and the two
+directions take turns. Here a receive is posted before the send beside it. Between two ranks this takes about three
+quarters of the time for 8 MiB each way (docs/performance.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise, zip_longest
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_SEGMENT_NBYTES = 1024 * 1024
-_LONG_PART_NBYTES = 2 * 1024 * 1024
-# Tags. Gloo ends the process when a message is longer than what waits for it, so a comparison, which perhaps not all
-# ranks have come to, is never taken for anything else.
+_SEGMENT_NBYTES = 256 * 1024
+_LONG_CHUNK_NBYTES = 2 * 1024 * 1024
+_PACED_FROM_NBYTES = 32 * 1024  # shorter chunks of all ranks fit into the queue of a port
+# Tags. Gloo ends the process when a message is longer than the posted receive, so a comparison, which some ranks may
+# not have reached, has a tag of its own.
 _NEVER_SENT = 2**30
 _COMPARISON = 2**30 - 1
 _ADDED_IN_FLOAT32 = (torch.float16, torch.bfloat16)
@@ -27,73 +28,53 @@ _ADDED_IN_FLOAT32 = (torch.float16, torch.bfloat16)
 
 def all_gather(output: Tensor, source: Tensor, group: dist.ProcessGroup) -> None:
     """Fill the blocks of `output` with every rank's `source`: a ring, so that each link carries each block once."""
-    rank, world_size = group.rank(), group.size()
-    blocks = output.view(world_size, -1)
-    before, after = (rank - 1) % world_size, (rank + 1) % world_size
-    arriving = [
-        dist.irecv(blocks[(rank - step - 1) % world_size], group=group, group_src=before, tag=step)
-        for step in range(world_size - 1)
-    ]
-    leaving = []
-    if blocks[rank].data_ptr() != source.data_ptr():
-        blocks[rank].copy_(source)
-    for step, arrival in enumerate(arriving):
-        leaving.append(dist.isend(blocks[(rank - step) % world_size], group=group, group_dst=after, tag=step))
-        _wait([arrival])
-    _wait(leaving)
+    blocks = list(output.view(group.size(), -1))
+    own = blocks[group.rank()]
+    if own.data_ptr() != source.data_ptr():
+        own.copy_(source)
+    _ring(blocks, group)
 
 
 def all_to_all(output: Tensor, source: Tensor, group: dist.ProcessGroup) -> None:
     """Send block j of `source` to rank j; block i of `output` comes from rank i."""
     rank, world_size = group.rank(), group.size()
     targets, blocks = output.view(world_size, -1), source.view(world_size, -1)
-    peers = _peers(group)
-    works = [dist.irecv(targets[peer], group=group, group_src=peer) for peer in reversed(peers)]
-    works += [dist.isend(blocks[peer], group=group, group_dst=peer) for peer in peers]
+    for _ in _rotate(list(blocks), list(targets), group):
+        pass
     targets[rank].copy_(blocks[rank])
-    _wait(works)
 
 
 def reduce_scatter(output: Tensor, source: Tensor, group: dist.ProcessGroup) -> None:
     """Sum `source` over the ranks in rank order and keep this rank's block: half the bytes of gloo's own."""
-    blocks = source.view(group.size(), -1)
-    for arrivals, rows, segment in _exchange(list(blocks), group):
-        _wait(arrivals)
-        _sum_in_order(rows, output[segment])
+    blocks = list(source.view(group.size(), -1))
+    rows = _room_for(blocks[group.rank()], group)
+    for segment in _rotate(blocks, rows, group):
+        _sum_in_order([row[segment] for row in rows], output[segment])
 
 
 def all_reduce(tensor: Tensor, group: dist.ProcessGroup, scale: float = 1.0) -> None:
-    """Set `tensor` (1-D) to `scale * sum`, with the same bits on every rank: by gloo's ring where parts are long.
+    """Set `tensor` (1-D) to `scale * sum`, with the same bits on every rank.
 
-    Else every rank adds up one part, in rank order, and sends the sum to the others: as many bytes per rank, in two
-    steps instead of 2 (P-1), to every peer. Each rank scales its own values first. 16-bit floats are added in float32
-    and rounded once. Long parts go in segments, so that the network is busy while others are scaled and added up.
+    Long chunks go through gloo's own ring. Otherwise every rank adds up one chunk, in rank order, and the sums go round
+    a ring. Each rank scales its own values first. 16-bit floats are added in float32 and rounded once.
     """
-    if _own_ring_will_do(tensor, group):
+    if _use_gloo_ring(tensor, group):
         dist.all_reduce(apply_scale(tensor, scale), group=group)
         return
     rank, world_size = group.rank(), group.size()
     bounds = [place * tensor.numel() // world_size for place in range(world_size + 1)]
-    parts = [tensor[begin:end] for begin, end in pairwise(bounds)]
-    peers = _peers(group)
-    # A peer sends a sum only when this rank's share has reached it, so the share is not overwritten too early.
-    works = [
-        dist.irecv(parts[peer][segment], group=group, group_src=peer, tag=2 * number + 1)
-        for peer in reversed(peers)
-        for number, segment in enumerate(_segments(parts[peer]))
-    ]
-    for number, (arrivals, rows, segment) in enumerate(_exchange(parts, group, scale)):
-        _wait(arrivals)
-        own = parts[rank][segment]
-        _sum_in_order(rows, own)
-        works += [dist.isend(own, group=group, group_dst=peer, tag=2 * number + 1) for peer in peers]
-    _wait(works)
+    chunks = [tensor[begin:end] for begin, end in pairwise(bounds)]
+    rows = _room_for(chunks[rank], group)
+    for segment in _rotate(chunks, rows, group, scale):
+        _sum_in_order([row[segment] for row in rows], chunks[rank][segment])
+    # A sum arrives only when this rank's share has reached its owner, so no share is overwritten too early.
+    _ring(chunks, group, tag=1)
 
 
 def all_equal(output: Tensor, source: Tensor, group: dist.ProcessGroup) -> None:
-    """Write 1 into `output` (int64 [1]) if all ranks gave the number in `source`, else 0, alike on every rank.
+    """Write 1 into `output` (int64 [1]) if all ranks gave the number in `source`, else 0, on every rank.
 
-    In each of log2(P) rounds a rank hears of twice as many others as in the one before: 16 bytes per round.
+    After each of log2(P) rounds a rank has compared itself with twice as many others: 16 bytes per round.
     """
     rank, world_size, number = group.rank(), group.size(), int(source)
     theirs = torch.empty(2, dtype=torch.int64, device="cpu")
@@ -109,7 +90,7 @@ def all_equal(output: Tensor, source: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def lost_peers(group: dist.ProcessGroup) -> list[int]:
-    """Return the ranks whose connection to this one is broken: gloo refuses to receive from them, without waiting."""
+    """Return the ranks whose connection to this one is broken: gloo refuses at once to receive from them."""
     lost = []
     for peer in range(group.size()):
         try:
@@ -120,53 +101,83 @@ def lost_peers(group: dist.ProcessGroup) -> list[int]:
     return lost
 
 
-def _own_ring_will_do(tensor: Tensor, group: dist.ProcessGroup) -> bool:
-    """Return whether gloo's all_reduce is quicker: parts are long, and it need not add in float32.
+def _use_gloo_ring(tensor: Tensor, group: dist.ProcessGroup) -> bool:
+    """Return whether gloo's own all_reduce is faster: for long chunks that need not be added in float32.
 
-    Its ring has one connection each way, in C++: nothing waits for the slowest of many that share a link.
+    Its ring has one connection each way, in C++: nothing waits for the slowest of many that share a link. Two ranks
+    share none, and their sums take a step less.
     """
-    return tensor.nbytes >= group.size() * _LONG_PART_NBYTES and tensor.dtype not in _ADDED_IN_FLOAT32
+    long_chunk = _LONG_CHUNK_NBYTES if group.size() == 2 else _PACED_FROM_NBYTES
+    return tensor.nbytes >= group.size() * long_chunk and tensor.dtype not in _ADDED_IN_FLOAT32
 
 
-_Arrival = tuple[list[dist.Work | None], list[Tensor], slice]
+def _room_for(chunk: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """Return memory for every rank's values of a chunk, in rank order; this rank's own stay where they are."""
+    rank = group.rank()
+    received = chunk.new_empty(group.size() - 1, chunk.numel())
+    return [*received[:rank], chunk, *received[rank:]]
 
 
-def _exchange(parts: Sequence[Tensor], group: dist.ProcessGroup, scale: float = 1.0) -> list[_Arrival]:
-    """Send each rank its part of this rank's values; return what arrives of one's own part, segment by segment.
+def _rotate(
+    leaving: Sequence[Tensor], arriving: Sequence[Tensor], group: dist.ProcessGroup, scale: float = 1.0
+) -> Iterator[slice]:
+    """Send `leaving[i]` to rank i and fill `arriving[i]` from it; yield each segment once it is there from all ranks.
 
-    `scale` is applied in place, also to this rank's own part. Each segment comes with the works to wait for and all
-    ranks' values, in rank order, this rank's own in their place.
+    In round k a rank sends to the rank k after it and receives from the rank k before it. Of long chunks one segment is
+    on its way to each rank: the next is announced, and sent, when it has arrived. If all send to one at once, the queue
+    of its port overflows, and TCP backs off (docs/performance.md). What is sent is multiplied by `scale` first, in
+    place, also this rank's own.
     """
-    rank, peers = group.rank(), _peers(group)
-    received = parts[rank].new_empty(group.size() - 1, parts[rank].numel())
-    rows = [*received[:rank], parts[rank], *received[rank:]]
-    arrivals: list[_Arrival] = []
-    for number, segment in enumerate(_segments(parts[rank])):
-        pieces = [row[segment] for row in rows]
-        works = [dist.irecv(pieces[peer], group=group, group_src=peer, tag=2 * number) for peer in reversed(peers)]
-        arrivals.append((works, pieces, segment))
-    for peer in peers:
-        for number, segment in enumerate(_segments(parts[peer])):
-            leaving = dist.isend(apply_scale(parts[peer][segment], scale), group=group, group_dst=peer, tag=2 * number)
-            arrivals[-1][0].append(leaving)
-    apply_scale(parts[rank], scale)
-    return arrivals
+    rank, world_size = group.rank(), group.size()
+    sources = [(rank - step) % world_size for step in range(1, world_size)]
+    targets = [(rank + step) % world_size for step in range(1, world_size)]
+    incoming = [(peer, *segment) for peer in sources for segment in enumerate(_segments(arriving[peer]))]
+    outgoing = [(peer, *segment) for peer in targets for segment in enumerate(_segments(leaving[peer]))]
+    apply_scale(leaving[rank], scale)
+    receives: Iterable[dist.Work | None] = (
+        dist.irecv(arriving[peer][segment], group=group, group_src=peer, tag=2 * number)
+        for peer, number, segment in incoming
+    )
+    sends: Iterable[dist.Work | None] = (
+        dist.isend(apply_scale(leaving[peer][segment], scale), group=group, group_dst=peer, tag=2 * number)
+        for peer, number, segment in outgoing
+    )
+    if world_size == 2 or arriving[rank].nbytes < _PACED_FROM_NBYTES:
+        receives, sends = list(receives), list(sends)
+    works = []
+    for segment, receive, send in zip_longest(incoming, receives, sends):
+        works.append(send)
+        _wait([receive])
+        if segment is not None and segment[0] == sources[-1]:
+            yield segment[2]
+    _wait(works)
 
 
-def _segments(part: Tensor) -> list[slice]:
-    """Cut a part into pieces of a MiB or more; at least one, which may be empty."""
-    count = max(1, part.numel() * part.element_size() // _SEGMENT_NBYTES)
-    bounds = [place * part.numel() // count for place in range(count + 1)]
+def _ring(blocks: Sequence[Tensor], group: dist.ProcessGroup, tag: int = 0) -> None:
+    """Send every rank's own block around the ring. tag: 0, or 1 while another may not have ended everywhere."""
+    rank, world_size = group.rank(), group.size()
+    before, after = (rank - 1) % world_size, (rank + 1) % world_size
+    arrivals = [
+        dist.irecv(blocks[(rank - step - 1) % world_size], group=group, group_src=before, tag=2 * step + tag)
+        for step in range(world_size - 1)
+    ]
+    sends = []
+    for step, arrival in enumerate(arrivals):
+        block = blocks[(rank - step) % world_size]
+        sends.append(dist.isend(block, group=group, group_dst=after, tag=2 * step + tag))
+        _wait([arrival])
+    _wait(sends)
+
+
+def _segments(chunk: Tensor) -> list[slice]:
+    """Return the segments of a chunk, of 256 KiB or more each; at least one, which may be empty."""
+    count = max(1, chunk.numel() * chunk.element_size() // _SEGMENT_NBYTES)
+    bounds = [place * chunk.numel() // count for place in range(count + 1)]
     return [slice(begin, end) for begin, end in pairwise(bounds)]
 
 
-def _peers(group: dist.ProcessGroup) -> list[int]:
-    """The other ranks, starting after this one, so that not all ranks serve the same peer first."""
-    return [(group.rank() + step) % group.size() for step in range(1, group.size())]
-
-
 def _sum_in_order(rows: Sequence[Tensor], output: Tensor) -> None:
-    """Add the rows one after the other, 16-bit floats in float32: the fixed order fixes the bits.
+    """Add the rows in their order, 16-bit floats in float32. The fixed order gives fixed bits.
 
     `output` may be the memory of any row.
     """
@@ -181,10 +192,10 @@ def _sum_in_order(rows: Sequence[Tensor], output: Tensor) -> None:
 
 def _wait(works: list[dist.Work | None]) -> None:
     for work in works:
-        if work is not None:  # torch's word for "you are not in the group", which cannot be
+        if work is not None:  # torch returns None outside the group, which cannot happen here
             work.wait()
 
 
 def apply_scale(values: Tensor, scale: float) -> Tensor:
-    """Multiply in place unless that changes nothing; return `values`. A float16 sum would overflow, an average not."""
+    """Multiply `values` in place unless `scale` is 1, and return them. Scaling first keeps float16 from overflowing."""
     return values if scale == 1.0 else values.mul_(scale)

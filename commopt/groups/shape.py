@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of a team without a process group: its ranks, their nodes, the levels these make, and what each sends.
+"""The shape of a team without a process group: its ranks, their nodes and levels, and the bytes that each rank sends.
 
-WireModel tells the payload bytes of each primitive for the algorithms that backends use for large messages: rings for
-all_reduce, reduce_scatter and all_gather, a binomial tree for broadcast, direct sends for all_to_all
+WireModel returns the payload bytes of each primitive, for the algorithms that backends use for large messages: rings
+for all_reduce, reduce_scatter and all_gather, a binomial tree for broadcast, direct sends for all_to_all
 (docs/performance.md derives them).
 """
 
@@ -21,7 +21,11 @@ from commopt.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class WireBytes:
-    """Payload bytes one rank sends: to ranks of its own node (`intra`) and to other nodes (`inter`)."""
+    """Payload bytes sent by one rank.
+
+    intra: bytes to ranks of its own node.
+    inter: bytes to other nodes.
+    """
 
     intra: int = 0
     inter: int = 0
@@ -35,7 +39,11 @@ class WireBytes:
 
 @dataclass(frozen=True)
 class WireModel:
-    """Who sends what to whom among ranks 0..size-1, `nodes[rank]` being the node of each."""
+    """Payload bytes that each primitive sends, for ranks 0..size-1.
+
+    rank: the sending rank.
+    nodes: node of each rank.
+    """
 
     rank: int
     nodes: Sequence[int]
@@ -53,7 +61,7 @@ class WireModel:
         return self._send((self.rank + 1) % self.size, nbytes)
 
     def _block(self, place: int, nbytes: int) -> int:
-        """Bytes of one of the `size` blocks a buffer is cut into."""
+        """Return the bytes of one of the `size` blocks of a buffer."""
         place %= self.size
         return (place + 1) * nbytes // self.size - place * nbytes // self.size
 
@@ -97,12 +105,15 @@ class WireModel:
 
 
 class TeamShape:
-    """Ranks 0..size-1 in node-contiguous order, `nodes[rank]` being the node of each; `rank` is this one.
+    """Ranks 0..size-1 in node-contiguous order.
 
-    level: "world", or for a part of it "intra" (one node) or "inter" (one rank of each node). backends: which moves the
-    tensors of which type of device. `intra` holds this rank's node, `inter` the ranks at the same place on the other
-    nodes; both are None where there are no further levels, and `inter` is None on a rank that is not a leader when
-    nodes are unequal.
+    nodes: node of each rank.
+    rank: this rank.
+    backends: name of the backend for each type of device.
+    level: "world", or for a part of it "intra" (one node) or "inter" (one rank of each node).
+    intra: this rank's node; None if there are no further levels.
+    inter: the ranks at this rank's place on all nodes; None if there are no further levels, and on ranks that are not
+        leaders if nodes are unequal.
     """
 
     def __init__(
@@ -124,9 +135,10 @@ class TeamShape:
 
     @classmethod
     def of(cls, nodes: Sequence[int], rank: int = 0, backends: Mapping[str, str] | None = None) -> TeamShape:
-        """Return the shape of any cluster, with its levels; `nodes` is the number of ranks on each node.
+        """Return the shape of any cluster, with its levels. Raises ConfigurationError for an invalid shape.
 
-        Without backends, gloo moves the tensors of the CPU. Raises ConfigurationError for a shape that cannot be.
+        nodes: number of ranks on each node.
+        backends: None: gloo for CPU tensors.
         """
         if not nodes or any(count < 1 for count in nodes) or not 0 <= rank < sum(nodes):
             raise ConfigurationError(
@@ -146,7 +158,7 @@ class TeamShape:
             return cls(node_of, rank, backends)
         return cls(node_of, rank, backends, "world", part("intra", found.intra), part("inter", found.inter))
 
-    # Cached: every message asks for these three, and they are as long as the team.
+    # Cached: every message needs these three, and computing them takes time proportional to the team.
     @cached_property
     def node_count(self) -> int:
         """Number of different nodes among the ranks."""
@@ -164,13 +176,13 @@ class TeamShape:
 
     @property
     def default_device(self) -> torch.device:
-        """The kind of device whose tensors this team is meant for: the GPU where NCCL is there."""
+        """The type of device whose tensors this team is for: the GPU if its backend is NCCL."""
         return torch.device("cuda" if self._backends.get("cuda") == "nccl" else "cpu")
 
     def backend(self, device: torch.device) -> str:
-        """Return the name of the backend that moves tensors of `device` (gloo, nccl, ...).
+        """Return the name of the backend for tensors of `device` (gloo, nccl, ...).
 
-        Raises ConfigurationError when there is none, as in an NCCL group for CPU tensors.
+        Raises ConfigurationError if there is none, as for CPU tensors in an NCCL group.
         """
         if device.type not in self._backends:
             raise ConfigurationError(
@@ -180,31 +192,35 @@ class TeamShape:
         return self._backends[device.type]
 
     def at(self, level: str) -> TeamShape:
-        """Return this team or the part of it at a level. Raises ConfigurationError when there is none."""
+        """Return the part of this team at a level. Raises ConfigurationError if there is none."""
         for team in (self, self.intra, self.inter):
             if team is not None and team.level == level:
                 return team
         raise ConfigurationError(f"rank {self.rank} of nodes with {self.ranks_per_node} ranks has no level {level!r}")
 
     def seen_from(self, rank: int) -> TeamShape:
-        """Return the shape of the same whole cluster as another of its ranks has it."""
+        """Return the shape of the same cluster for another of its ranks."""
         return TeamShape.of(self.ranks_per_node, rank, self._backends)
 
 
 class Levels(NamedTuple):
-    """Ranks of this rank's node, and of its place on every node: None where it takes no part in that."""
+    """Levels below a team.
+
+    intra: ranks of this rank's node.
+    inter: ranks at this rank's place on every node; None if it takes no part in that level.
+    """
 
     intra: tuple[int, ...]
     inter: tuple[int, ...] | None
 
 
 def levels_of(node_of: Sequence[int], rank: int) -> Levels | None:
-    """Return the levels below ranks of these nodes, as `rank` sees them; None where one level is all there is."""
+    """Return the levels of `rank` in a cluster of these nodes; None if there is only one level."""
     members = [[other for other, node in enumerate(node_of) if node == mine] for mine in dict.fromkeys(node_of)]
     if len(members) == 1 or all(len(node) == 1 for node in members):
         return None
     own = next(node for node in members if rank in node)
     place = own.index(rank)
-    # Unequal nodes have no same place on every node but the first: only leaders talk across.
+    # On unequal nodes only the first place exists on every node: only leaders communicate between nodes.
     has_inter = place == 0 or len({len(node) for node in members}) == 1
     return Levels(tuple(own), tuple(node[place] for node in members) if has_inter else None)

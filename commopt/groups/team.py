@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An ordered set of ranks with its own process group, and its two-level split into nodes."""
+"""An ordered set of ranks with its own process group, split into nodes on two levels."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ Collective: TypeAlias = Callable[..., object]
 
 _ABORT_LIMIT_S = 10.0
 
-_parting = threading.Lock()  # a lane that fails and its watcher may both close what there is
+_detaching = threading.Lock()  # a failing lane and its watcher may both close teams
 
 
 class Team(TeamShape):
-    """A TeamShape that communicates; `dst` and `src` below are positions in its order.
+    """A TeamShape that communicates. `dst` and `src` are positions in its order.
 
-    Every primitive is synchronous: on the CPU it returns when done, on CUDA it is ordered on the current stream.
+    Every primitive is synchronous: on the CPU it returns when it is done, on CUDA it is ordered on the current stream.
     """
 
     intra: Team | None
@@ -60,11 +60,11 @@ class Team(TeamShape):
 
     @property
     def default_device(self) -> torch.device:
-        """The kind of device whose tensors this team is meant for, the CPU where this machine has no GPU."""
+        """The type of device whose tensors this team is for; the CPU if this machine has no GPU."""
         return super().default_device if torch.cuda.is_available() else torch.device("cpu")
 
     def all_reduce(self, tensor: Tensor, *, scale: float = 1.0) -> None:
-        """Set `tensor` to `scale * sum` over the team, scaled before anything is added."""
+        """Set `tensor` to `scale * sum` over the team; each rank scales its values before they are added."""
         if self.size > 1 and self.node_count == self.size and self._on_gloo(tensor):
             self._run("all_reduce", gloo.all_reduce, tensor, scale=scale)
         else:
@@ -91,7 +91,7 @@ class Team(TeamShape):
         self._run("all_to_all", dist.all_to_all_single, output, source, over_gloo=gloo.all_to_all)
 
     def all_equal(self, number: int, device: torch.device) -> bool:
-        """Return, alike on every rank, whether all gave the same number (of 63 bits); it travels as `device`'s data."""
+        """Return on every rank whether all gave the same number (63 bits), compared in tensors of `device`."""
         if self.size == 1:
             return True
         mine = torch.tensor([number], device=device)
@@ -104,31 +104,31 @@ class Team(TeamShape):
         return bool((numbers == number).all())
 
     def lost_ranks(self) -> list[int]:
-        """Return the global ranks whose connection to this one is broken; over gloo only, else nobody knows."""
+        """Return the global ranks whose connection to this one is broken. Known for gloo only."""
         group = self._live_group()
         if group is None or "gloo" not in self._backends.values():
             return []
         return [self.ranks[peer] for peer in gloo.lost_peers(group)]
 
     def close(self) -> None:
-        """Destroy the process groups, which also frees peers that wait in them; later primitives raise."""
+        """Destroy the process groups, which also frees peers that wait in them. Later primitives raise."""
         close_together([self])
 
     def release(self) -> None:
-        """Close when nothing but gloo is behind it, whose threads are then joined; of NCCL nothing is aborted."""
+        """Close a team of gloo, which joins its threads. NCCL communicators are not aborted."""
         if "nccl" not in self._backends.values():
             self.close()
 
     @property
     def closed(self) -> bool:
-        """Whether the team can no longer communicate: it was closed, or its process group destroyed."""
+        """Whether the team can no longer communicate: it was closed, or its process group was destroyed."""
         if self._closed or self._group is None:
             return self._closed or not dist.is_initialized()
         return self._group() not in c10d._world.pg_map
 
-    def _part_with(self) -> dist.ProcessGroup | None:
-        """Close this level alone; return the group that is to be destroyed, if it exists and nobody is at it."""
-        with _parting:
+    def _detach_group(self) -> dist.ProcessGroup | None:
+        """Close this level only. Return the group that the caller must destroy, if any."""
+        with _detaching:
             group = None if self._closed else self._live_group()
             self._closed = True
         return group
@@ -143,10 +143,12 @@ class Team(TeamShape):
     def _run(
         self, primitive: str, call: Collective, *tensors: Tensor, over_gloo: Collective | None = None, **how: Any
     ) -> None:
-        """Call a collective that writes the first of `tensors` and reads the last; a rank that is alone copies.
+        """Call and record a collective that writes the first of `tensors` and reads the last. A single rank copies.
 
-        `over_gloo` takes the place of `call` over gloo. It is recorded, and its errors are made understandable. Gloo
-        sends host memory only: what lies on a GPU is copied there, and what came back. The host waits for both.
+        Gloo sends host memory only, so GPU tensors are copied to the host and back, and the host waits for both.
+        Raises TransportError for errors that may come from a peer.
+
+        over_gloo: called over gloo instead of `call`.
         """
         output, source = tensors[0], tensors[-1]
         if self.size == 1:
@@ -172,16 +174,16 @@ class Team(TeamShape):
         except CommoptError:
             raise
         except RuntimeError as error:
-            if not _may_be_an_echo(error):
+            if not _may_come_from_a_peer(error):
                 raise
             raise TransportError(f"{primitive} over ranks {self.ranks} failed: {error}") from error
 
 
-def _may_be_an_echo(error: RuntimeError) -> bool:
-    """Return whether an error of a collective may come from another rank; memory and kernels are this rank's own.
+def _may_come_from_a_peer(error: RuntimeError) -> bool:
+    """Return whether an error of a collective may come from another rank; errors of memory and kernels do not.
 
-    Gloo raises RuntimeErrors of no class of their own, which name the line of its source; NCCL's have one, in which it
-    reports failures of this rank's CUDA too.
+    Gloo raises plain RuntimeErrors that name a line of its source. NCCL's errors have a class, which also covers
+    failures of this rank's CUDA.
     """
     if isinstance(error, dist.DistError):
         return "unhandled cuda error" not in str(error)
@@ -189,30 +191,30 @@ def _may_be_an_echo(error: RuntimeError) -> bool:
 
 
 def close_together(teams: Iterable[Team]) -> None:
-    """Close several teams with all their levels; those of NCCL all at once.
+    """Close several teams with all their levels; NCCL communicators in parallel.
 
-    An abort waits for the kernels of its communicator, which may be queued behind one of another level, or of another
-    team, that only its own abort ends. All are tried; the first error of gloo is raised. Whatever has not ended after
-    ten seconds is left to itself.
+    An abort waits for the kernels of its communicator. These may be queued behind a kernel of another level or team,
+    which only its own abort ends. All are tried, and the first error of gloo is raised. Aborts that have not ended
+    after ten seconds are abandoned.
     """
     aborting: list[dist.ProcessGroup] = []
     errors: list[Exception] = []
     for team in teams:
         levels = [part for part in (team.intra, team.inter, team) if part is not None]
-        for group in [group for part in levels if (group := part._part_with()) is not None]:
+        for group in [group for part in levels if (group := part._detach_group()) is not None]:
             if "nccl" in team._backends.values():
                 aborting.append(group)
                 continue
             try:
                 dist.destroy_process_group(group)
-            except (RuntimeError, ValueError) as error:  # the user destroys it at this very moment
+            except (RuntimeError, ValueError) as error:  # the user is destroying it at the same time
                 errors.append(error)
     threads = []
     for group in aborting:
         thread = threading.Thread(target=_abort, args=(group,), name="commopt-abort", daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # the interpreter is leaving and starts no more
+        except RuntimeError:  # the interpreter is exiting and starts no threads
             _abort(group)
         else:
             threads.append(thread)
@@ -224,36 +226,36 @@ def close_together(teams: Iterable[Team]) -> None:
 
 
 def _abort(group: dist.ProcessGroup) -> None:
-    """End a group of NCCL and its kernels, also those that wait for a peer, and never free its NCCL part.
+    """Abort an NCCL group and its kernels, also those that wait for a peer, and never free its NCCL backend.
 
-    Freeing that waits for a thread of torch, which sleeps for a minute once it has seen an error. Gloo's part, if there
-    is one, goes with the group: peers are freed by its connections closing.
+    Freeing it would wait for a thread of torch that sleeps for a minute after an error. A gloo backend, if there is
+    one, is freed with the group: closing its connections releases the peers.
     """
-    with suppress(RuntimeError, ValueError, KeyError):  # the user destroys it at this very moment
-        _pin(group)
+    with suppress(RuntimeError, ValueError, KeyError):  # the user is destroying it at the same time
+        _keep_forever(group)
         c10d._abort_process_group(group)
 
 
-def _pin(group: dist.ProcessGroup) -> None:
+def _keep_forever(group: dist.ProcessGroup) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group._get_backend(torch.device("cuda"))))
 
 
 def keep_groups() -> None:
-    """Let no process group of this process ever be freed."""
+    """Keep all process groups of this process from being freed."""
     for group in list(c10d._world.pg_map):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def is_alive(group: dist.ProcessGroup | None) -> bool:
-    """Return whether torch still knows `group`: destroy_process_group forgets it."""
+    """Return whether torch still has `group`, which destroy_process_group removes."""
     return group in c10d._world.pg_map
 
 
-# --------------------------------------------- bytes of any length, for what is too rare to deserve a form of its own
+# --------------------------------------------- bytes of any length, for rare messages
 
 
 def gather_bytes(team: Team, payload: bytes) -> list[bytes]:
-    """Return every rank's payload, in the team's order, on every rank; collective."""
+    """Return every rank's payload in the team's order, on every rank. Collective."""
     lengths = [int(length) for length in _gather(team, torch.tensor([len(payload)], device="cpu")).tolist()]
     longest = max(lengths)
     if longest == 0:
@@ -265,7 +267,7 @@ def gather_bytes(team: Team, payload: bytes) -> list[bytes]:
 
 
 def broadcast_bytes(team: Team, payload: bytes | None, src: int) -> bytes:
-    """Return the payload of rank `src` of the team, the others pass None, on every rank; collective."""
+    """Return the payload of rank `src` of the team on every rank; the others pass None. Collective."""
     own = b"" if payload is None else payload
     length = torch.tensor([len(own)], device=team.default_device)
     team.broadcast(length, src)
@@ -288,6 +290,6 @@ def _gather(team: Team, own: Tensor) -> Tensor:
 
 def _tensor(payload: bytes) -> Tensor:
     """Return uint8 [len(payload)], on the CPU."""
-    if not payload:  # which torch.frombuffer refuses
+    if not payload:  # torch.frombuffer refuses it
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(bytearray(payload), dtype=torch.uint8)

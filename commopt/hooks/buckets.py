@@ -101,7 +101,7 @@ class DDPRegistration(Registration):
     def set_model(self, ddp: TorchDDP) -> None:
         """Take note of the model, whose buckets can then be made anew."""
         self._ddp = ref(ddp)
-        self.controller.serve(ddp)
+        self.controller.set_model(ddp)
 
     @property
     def title(self) -> str:
@@ -193,7 +193,7 @@ class DDPRegistration(Registration):
         watch = self.steps_between
         if watch is None or torch._C._current_graph_task_id() == -1:
             return  # a rank without data, in DDP's join(), has neither backwards nor optimizer steps
-        if not watch.missed(self.scaler, self.store.finite):
+        if not watch.missed(self.scaler, self.store.transaction.finite):
             return
         if self.directions is not None:
             raise ConfigurationError(

@@ -142,20 +142,20 @@ class DistributedDataParallel(TorchDDP):
         pickled, self._comm_hooks = self._comm_hooks, []
         for registered, state in pickled:
             if isinstance(state, HookState):
-                state.know(self.module)
+                state.set_module(self.module)
             super().register_comm_hook(state, registered)
             if isinstance(state, HookState):
                 state._registration.set_model(self)  # the forward hooks came with the pickle
 
 
-class BeforeForward:
-    """A forward pre-hook of the DDP model, which tells the state; pickled with it."""
+class ForwardPreHook:
+    """Tells the state that a forward of the DDP model begins; pickled with the model."""
 
     def __init__(self, state: HookState) -> None:
         self._state = state
 
     def __call__(self, ddp: TorchDDP, inputs: Any) -> None:
-        """Pass it on, if a backward may follow. Not while a compiler looks: the next hook call sees to the rest."""
+        """Tell it if a backward may follow, and no compiler traces: the next call of the hook makes up for that."""
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._state._registration.before_forward(sends=ddp.require_backward_grad_sync)
 
@@ -198,7 +198,7 @@ def _require_free(ddp: object) -> None:
 
 
 def _advice(model: object) -> str:
-    """Return what to do with something that attach does not take."""
+    """Return advice for a model that attach does not take."""
     kinds = {kind.__name__ for kind in type(model).__mro__}
     if "FullyShardedDataParallel" in kinds:
         return " or one of FSDP2; FSDP1 is not supported: use torch.distributed.fsdp.fully_shard on a mesh of replicas"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names users type: each is a hook that torch's DDP accepts as it is, and a recipe for an aggregator at once."""
+"""The names that users type. Each is a hook that torch's DDP accepts as it is, and a recipe for an aggregator."""
 
 # No `from __future__ import annotations` here: DDP compares a hook's annotations with the types themselves.
 
@@ -161,7 +161,7 @@ def _object(text: str) -> Any:
 
 
 def _preset(name: str, about: str, build: Callable[..., Aggregator]) -> Preset:
-    """Make a preset of what builds its aggregator, and says by its signature which options there are."""
+    """Make a preset of the function that builds its aggregator, whose signature has the options."""
     build.__name__ = build.__qualname__ = name
     build.__module__ = __name__
     build.__doc__ = about
@@ -211,9 +211,13 @@ def _options_of(kind: type[Any]) -> list[Parameter]:
     ]
 
 
-flat = _preset("flat", "One all_reduce over all ranks, as stock DDP does, in node-contiguous order.", lambda: Flat())
+flat = _preset(
+    "flat",
+    "One all_reduce over all ranks, as in stock DDP; the ranks of a node are neighbours.",
+    lambda: Flat(),
+)
 hierarchical = _preset(
-    "hierarchical", "Exact average; only 2 (N-1)/N of the gradient crosses between N nodes.", lambda: Hierarchical()
+    "hierarchical", "Exact average; each of N nodes sends only 2 (N-1)/N of the gradient.", lambda: Hierarchical()
 )
 
 
@@ -231,9 +235,7 @@ hierarchical_bf16 = _preset(
 _BITS = "8, 4 or 2 bits per element {}, with error feedback."
 _SIGNS = "Signs and a scale per block {}, with error feedback; advised after a dense start."
 _FACTORS = "Low-rank factors of the gradients' matrices {}, with error feedback."
-_LARGEST = (
-    "The largest elements {}, with error feedback; what is left out adds up, so use a short first moment with AdamW."
-)
+_LARGEST = "The largest elements {}, with error feedback. The residual is a momentum: give AdamW a short first moment."
 # 4 KiB with bfloat16 values: on 10 Gb/s 3 us, less than a message takes that has nothing in it.
 _FREE_ELEMENTS = 1024
 
@@ -267,4 +269,4 @@ onebit_local = _local(
     period=16,
     compressor=OneBit(),
 )
-auto = _preset_of("auto", "Whatever pays here, of what is allowed: predicted, tried on live steps, and watched.", Auto)
+auto = _preset_of("auto", "The allowed strategy that pays most: predicted, tried on live steps, and watched.", Auto)

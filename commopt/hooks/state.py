@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HookState, what users hold of a registration with DDP: CommState with its options and its plan."""
+"""HookState, the users' handle of a registration with DDP: CommState with its options and its plan."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class HookState(CommState):
     Made before init_process_group(), it joins the others at the first bucket, over the world, or when it is registered
     with commopt's DistributedDataParallel, over that model's group.
 
-    aggregator: what averages the buckets; None leaves it to the preset it is registered with.
+    aggregator: averages the buckets; None leaves it to the preset that the state is registered with.
     module: the model, for parameter names; its parameters are checked here. Without it residuals are kept, and saved,
         under the numbers in which DDP first shows the parameters.
 
@@ -46,7 +46,7 @@ class HookState(CommState):
         **options: Any,
     ) -> None:
         given, kept, problem = AttachOptions(process_group, **options), AttachOptions(), None
-        try:  # a mistake of this rank alone, as a file that it lacks, is every rank's to hear of
+        try:  # a mistake of one rank, as a file that it lacks, is raised on all of them
             _require_arguments(aggregator, module)
             kept = given.checked("ddp")
         except Exception as error:
@@ -63,8 +63,8 @@ class HookState(CommState):
     def __setstate__(self, saved: dict[str, Any]) -> None:
         self._registration = DDPRegistration(saved["options"], saved["aggregator"], None)
 
-    def know(self, module: nn.Module) -> None:
-        """Learn the names of the parameters, after unpickling; for DDP models that are unpickled."""
+    def set_module(self, module: nn.Module) -> None:
+        """Take the names of the parameters from the module inside a DDP model; for one that is unpickled."""
         before = self._registration
         options = replace(before.options, scaler=before.scaler)
         self._registration = DDPRegistration(options, before.aggregator, module)
@@ -72,9 +72,9 @@ class HookState(CommState):
             self.freeze()
 
     def stats(self) -> dict[str, Any]:
-        """Return what was done so far, as CommState.stats, and plan_changes.
+        """Return the figures so far, as CommState.stats, and plan_changes.
 
-        With "auto" also steps_behind: what the model was not told yet, in L2 norms of gradients; None at first.
+        With "auto" also steps_behind: how far the model is behind exact averages, in norms of a gradient.
         """
         registration = self._registration
         more: dict[str, Any] = {"plan_changes": registration.controller.changes}
@@ -108,8 +108,9 @@ class HookState(CommState):
     def freeze(self) -> None:
         """Change the plan no more; every rank must call it between the same two steps.
 
-        A step can then be captured in a CUDA graph, once DDP has shown the same buckets twice: what cannot be repeated
-        (docs/bucketing.md) raises ConfigurationError while it is captured. Replayed steps are not in `stats()`.
+        A step can then be captured in a CUDA graph, once DDP has shown the same buckets twice. A step that cannot
+        be repeated (docs/bucketing.md) raises ConfigurationError during the capture. Replayed steps are not in
+        `stats()`.
         """
         self._registration.freeze()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Callbacks for frameworks that have a training loop of their own; each module loads its framework when it is loaded.
+"""Callbacks for frameworks with their own training loop. Importing a module imports its framework.
 
-Fabric and Accelerate need none: attach what they prepared, and let Gathered write its state (docs/frameworks.md).
+Fabric and Accelerate need none: attach the prepared model, and let Gathered write its state (docs/frameworks.md).
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lightning: a callback that attaches a strategy to the model of a Trainer, and is saved with it."""
+"""Lightning: a callback that attaches a strategy to a Trainer's model and saves its state with the checkpoint."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ except ModuleNotFoundError as missing:
     ) from missing
 
 
-class CommoptCallback(Callback):  # type: ignore[misc]  # of whatever version is there
-    """Averages the gradients of `trainer.fit`, as attach(model, choice, **options) does; with the Trainer's GradScaler.
+class CommoptCallback(Callback):  # type: ignore[misc]  # its type depends on the version
+    """Averages the gradients of `trainer.fit` as attach(model, choice, **options) does, with the Trainer's GradScaler.
 
-    Every checkpoint has what all ranks have kept, so every rank must call trainer.save_checkpoint. It is loaded with
-    fit(ckpt_path=...), in any world. With `adam=` the AdamW of configure_optimizers becomes what CommState.optimizer
-    returns; it must have the same betas and eps. Each fit begins with what its checkpoint has, or with nothing. With a
-    LocalSGD nodes hold different parameters: these are averaged, on all ranks, before the Trainer validates and saves,
-    and when training ends.
-    comm: what attach returned, None before the first fit. Raises, when fit starts, what attach and
-    CommState.load_state_dict raise.
+    Every checkpoint contains the state of all ranks, so every rank must call trainer.save_checkpoint. It is loaded by
+    fit(ckpt_path=...), in a world of any size. Each fit begins with the state of its checkpoint, or with none. With
+    `adam=` the optimizer of CommState.optimizer replaces the AdamW of configure_optimizers, which must have the same
+    betas and eps. With LocalSGD nodes hold different parameters. These are averaged, on all ranks, before the Trainer
+    validates and saves, and when training ends. At the start of fit, errors of attach and CommState.load_state_dict are
+    raised.
+
+    comm: the state returned by attach; None before the first fit.
     """
 
     def __init__(self, choice: Aggregator | Preset | str, **options: Any) -> None:
@@ -41,11 +42,11 @@ class CommoptCallback(Callback):  # type: ignore[misc]  # of whatever version is
         self._saving: WeakSet[Trainer] = WeakSet()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forget what a checkpoint has brought that was only validated, tested or predicted with."""
+        """Drop the state of a checkpoint that was loaded only to validate, test or predict."""
         self._loaded = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Attach: the model is wrapped now. Lightning has loaded its checkpoint before."""
+        """Attach to the model, which is wrapped now. Lightning has loaded its checkpoint before."""
         if self.comm is not None:
             self.comm.close()
         self._average_before_saving(trainer)
@@ -57,11 +58,11 @@ class CommoptCallback(Callback):  # type: ignore[misc]  # of whatever version is
             self._loaded = None
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Average the parameters of a LocalSGD, if nodes have learned anything since that was done last."""
+        """Average the parameters of a LocalSGD, if nodes have trained since the last average."""
         self._average()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let the nodes hold one model, which may then be tested and saved anywhere."""
+        """Average the nodes' parameters, so that the model may be tested and saved on any node."""
         self._average()
 
     def _average(self) -> None:
@@ -69,7 +70,7 @@ class CommoptCallback(Callback):  # type: ignore[misc]  # of whatever version is
             self.comm.average_parameters()
 
     def _average_before_saving(self, trainer: Trainer) -> None:
-        """See to it: Lightning takes the model's state before it asks a callback for anything."""
+        """Wrap trainer.save_checkpoint: Lightning reads the model's state before it calls any callback."""
         if trainer in self._saving:
             return
         self._saving.add(trainer)
@@ -77,16 +78,16 @@ class CommoptCallback(Callback):  # type: ignore[misc]  # of whatever version is
 
         @wraps(save)
         def averaged_save(*args: Any, **kwargs: Any) -> Any:
-            """Save a checkpoint of the mean of all nodes."""
+            """Save a checkpoint with the mean of all nodes."""
             self._average()
             return save(*args, **kwargs)
 
         trainer.save_checkpoint = averaged_save
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what all ranks have kept on the first rank, which writes the checkpoint; collective."""
+        """Return the state of all ranks on the first rank, which writes the checkpoint. Collective."""
         return {} if self.comm is None else self.comm.gathered_state_dict() or {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the state until there is something to load it into."""
+        """Keep the state until fit starts."""
         self._loaded = state_dict

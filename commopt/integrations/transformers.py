@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transformers: a callback that attaches a strategy to the model of a Trainer, and saves its state beside it."""
+"""Transformers: a callback that attaches a strategy to a Trainer's model and saves its state beside the checkpoint."""
 
 from __future__ import annotations
 
@@ -28,18 +28,19 @@ except ModuleNotFoundError as missing:
 _log = logging.getLogger("commopt")
 
 
-class CommoptCallback(TrainerCallback):  # type: ignore[misc]  # of whatever version is there
-    """Averages the gradients of `trainer.train`, as attach(model, choice, **options) does; with its GradScaler.
+class CommoptCallback(TrainerCallback):  # type: ignore[misc]  # its type depends on the version
+    """Averages the gradients of `trainer.train` as attach(model, choice, **options) does, with its GradScaler.
 
-    Every rank writes what it has kept into the checkpoint's folder, beside its state of random numbers, and reads it
-    there with train(resume_from_checkpoint=...). In another world every rank must see the files of all. A further
-    train() goes on with what is kept, as long as the Trainer keeps its wrapped model, else with nothing.
-    With `adam=` the Trainer's AdamW becomes what CommState.optimizer returns: it must have the same betas and eps, and
-    max_grad_norm=0 must leave directions unclipped.
-    With a LocalSGD nodes hold different parameters: these are averaged, on all ranks, before the Trainer evaluates and
-    saves, and when training ends.
-    comm: what attach returned, None before training. Raises, when training begins, what attach and
-    CommState.load_state_dict raise, and ConfigurationError in another Trainer than the one it was made with.
+    Every rank writes its state into the checkpoint's folder, beside its state of random numbers, and reads it there
+    with train(resume_from_checkpoint=...). In a world of another size every rank must see the files of all ranks. A
+    further train() continues with the present state if the Trainer keeps its wrapped model; otherwise it begins with
+    none. With `adam=` the optimizer of CommState.optimizer replaces the Trainer's AdamW, which must have the same betas
+    and eps; set max_grad_norm=0, as directions must not be clipped. With LocalSGD nodes hold different parameters.
+    These are averaged, on all ranks, before the Trainer evaluates and saves, and when training ends. At the start of
+    training, errors of attach and CommState.load_state_dict are raised, and ConfigurationError in another Trainer than
+    the one given here.
+
+    comm: the state returned by attach; None before training.
     """
 
     def __init__(self, trainer: Trainer, choice: Aggregator | Preset | str, **options: Any) -> None:
@@ -53,7 +54,7 @@ class CommoptCallback(TrainerCallback):  # type: ignore[misc]  # of whatever ver
 
         @wraps(train)
         def noted_train(resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-            """Note what the Trainer tells no callback: from where it resumes."""
+            """Note the checkpoint from which the Trainer resumes, which callbacks are not told."""
             found = get_last_checkpoint(trainer.args.output_dir) if resume_from_checkpoint is True else None
             self._resumed = found if isinstance(resume_from_checkpoint, bool) else resume_from_checkpoint
             return train(resume_from_checkpoint, *args, **kwargs)
@@ -63,10 +64,10 @@ class CommoptCallback(TrainerCallback):  # type: ignore[misc]  # of whatever ver
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Attach, unless it is done: the model is wrapped now, and its checkpoint loaded."""
+        """Attach to the model, which is wrapped now and has loaded its checkpoint, unless that was done before."""
         if kwargs.get("model", self._trainer.model) is not self._trainer.model:
             raise ConfigurationError(
-                "this CommoptCallback was made with another Trainer than the one that trains; make one for each: "
+                "this CommoptCallback was made for another Trainer than the one that trains; make one for each: "
                 "trainer.add_callback(CommoptCallback(trainer, ...))"
             )
         wrapped, options = self._trainer.model_wrapped, {"scaler": self._trainer.accelerator.scaler, **self._options}
@@ -89,7 +90,7 @@ class CommoptCallback(TrainerCallback):  # type: ignore[misc]  # of whatever ver
             own = Path(self._resumed, _name(args))
             comm.load_from(lambda: _load(own) if own in files else merged_state(map(_load, files)))
         elif args.process_index == 0:
-            _log.warning("%s was saved without commopt's callback: error feedback begins with nothing", self._resumed)
+            _log.warning("%s was saved without commopt's callback: error feedback starts with nothing", self._resumed)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Average the parameters of a LocalSGD when the Trainer is about to evaluate or to save."""
@@ -99,13 +100,13 @@ class CommoptCallback(TrainerCallback):  # type: ignore[misc]  # of whatever ver
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Do as on_step_end."""
+        """Average as in on_step_end."""
         self.on_step_end(args, state, control)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Let the nodes hold one model, which may then be evaluated and saved anywhere."""
+        """Average the nodes' parameters, so that the model may be evaluated and saved on any node."""
         self._average()
 
     def _average(self) -> None:
@@ -113,26 +114,26 @@ class CommoptCallback(TrainerCallback):  # type: ignore[misc]  # of whatever ver
             self.comm.average_parameters()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Write what this rank has kept, where it has just written its state of random numbers."""
+        """Write this rank's state where it has just written its state of random numbers."""
         folder = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
         if self.comm is not None and self.comm.nodes_differ and args.process_index == 0:
             _log.warning(
-                "%s has the model of the first node alone, as another callback asked for it after CommoptCallback had "
-                "its turn: add CommoptCallback last",
+                "%s has the model of the first node only, because another callback requested it after CommoptCallback "
+                "had run: add CommoptCallback last",
                 folder,
             )
-        # A search for hyperparameters has its checkpoints elsewhere.
+        # A hyperparameter search keeps its checkpoints elsewhere.
         if self.comm is not None and not args.save_only_model and folder.is_dir():
             torch.save(self.comm.state_dict(), folder / _name(args))
 
 
 def _refuse_unwrapped(model: torch.nn.Module) -> None:
-    """Raise ConfigurationError for a model that Accelerate has prepared without making one of DDP of it."""
-    if torch.distributed.is_initialized() and not hasattr(model, "set_reshard_after_forward"):  # which FSDP2's has
+    """Raise ConfigurationError for a model that Accelerate has prepared without wrapping it in DDP."""
+    if torch.distributed.is_initialized() and not hasattr(model, "set_reshard_after_forward"):  # FSDP2 models have it
         raise ConfigurationError(
-            f"Accelerate has left this {type(model).__name__} unwrapped, and nobody would average its gradients: the "
+            f"Accelerate has left this {type(model).__name__} unwrapped, so its gradients would not be averaged: the "
             f"Trainer evaluated or predicted with it before the first train(); call train() first, or "
-            f"evaluate with a Trainer of its own and another copy of the model"
+            f"evaluate with another Trainer and another copy of the model"
         )
 
 

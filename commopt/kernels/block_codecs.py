@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How each codec treats whole blocks in plain torch."""
+"""Encoding and decoding of whole blocks in plain torch, one class for each codec."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ class BlockCodec(ABC):
         self.numel = self.p.numel()
         self._flat_work = self.work.view(-1)
         self._numbers = torch.empty(self.numel, dtype=torch.int8, device=device)
-        self._packer = Packer(self._numbers, codec.bits)
-        self._table: Table | None = None
+        self._packer = CodePacker(self._numbers, codec.bits)
+        self._table: LevelTable | None = None
 
     @abstractmethod
     def encode(self, codes: Tensor, scales: Tensor, noise: Tensor | None) -> None:
         """Encode p; `noise` (like p, in [0, 1)) decides a stochastic rounding."""
 
     def decode(self, codes: Tensor, scales: Tensor, decoded: Tensor) -> None:
-        """Write into `decoded` (like p; may be work, which is overwritten) what codes and scales stand for."""
+        """Write the values of codes and scales into `decoded` (like p; may be work, which is overwritten)."""
         if self._table is not None:
             self._table.look_up(codes)
         torch.mul(self.work, scales, out=decoded)
 
     def decode_encoded(self, codes: Tensor, scales: Tensor) -> None:
-        """Decode into work what encode just wrote."""
+        """Decode into work the codes and scales that encode just wrote."""
         self.decode(codes, scales, self.work)
 
     def _absmax(self) -> Tensor:
@@ -63,10 +63,10 @@ class BlockCodec(ABC):
 
 def block_codec(codec: Codec, blocks: int, device: torch.device) -> BlockCodec:
     """Return the one for `codec`."""
-    return _KINDS[codec.name](codec, blocks, device)
+    return _BLOCK_CODECS[codec.name](codec, blocks, device)
 
 
-class _Uniform(BlockCodec):
+class _UniformBlocks(BlockCodec):
     """Whole numbers from -t to t."""
 
     def __init__(self, codec: Codec, blocks: int, device: torch.device) -> None:
@@ -77,7 +77,7 @@ class _Uniform(BlockCodec):
         self._middle = self._largest + 1
         self._offset = self._numbers.new_full((), offset if offset < 128 else -128)  # int8 wraps around
         if codec.bits < 8:
-            self._table = Table(tuple(float(code - offset) for code in range(2 * offset)), self.work)
+            self._table = LevelTable(tuple(float(code - offset) for code in range(2 * offset)), self.work)
 
     def encode(self, codes: Tensor, scales: Tensor, noise: Tensor | None) -> None:
         torch.mul(self.p, self._grade(scales, self._largest), out=self.work)
@@ -97,7 +97,7 @@ class _Uniform(BlockCodec):
         self.work.mul_(scales)
 
 
-class _Signs:
+class _SignReader:
     """The sign bits of p as 0 and -1 (int8 [numel])."""
 
     def __init__(self, owner: BlockCodec, out: Tensor) -> None:
@@ -113,13 +113,13 @@ class _Signs:
         return self._out.copy_(self._flat)
 
 
-class _Companded(BlockCodec):
+class _CompandedBlocks(BlockCodec):
     """16 levels, denser towards zero, where most of a gradient is."""
 
     def __init__(self, codec: Codec, blocks: int, device: torch.device) -> None:
         super().__init__(codec, blocks, device)
-        self._signs = _Signs(self, torch.empty_like(self._numbers))
-        self._table = Table((*LEVELS, *(-level for level in LEVELS)), self.work)
+        self._signs = _SignReader(self, torch.empty_like(self._numbers))
+        self._table = LevelTable((*LEVELS, *(-level for level in LEVELS)), self.work)
         constants = torch.tensor((LEVELS[-1], 2.0, 0.75, 1.0), dtype=torch.float32, device=device)
         self._largest, self._two, self._shift, self._one = constants.unbind()
 
@@ -133,17 +133,17 @@ class _Companded(BlockCodec):
         codes.view(scales.shape[0], -1).mul_((scales != 0).view(torch.uint8))  # no signs in zero blocks
 
 
-class _Centroids(BlockCodec):
+class _CentroidBlocks(BlockCodec):
     """Two magnitudes: the means of the large and of the small elements of the block, as bfloat16."""
 
     def __init__(self, codec: Codec, blocks: int, device: torch.device) -> None:
         super().__init__(codec, blocks, device)
         self._large = torch.empty_like(self.p)
         self._flat_large = self._large.view(-1)
-        self._signs = _Signs(self, torch.empty_like(self._numbers))
+        self._signs = _SignReader(self, torch.empty_like(self._numbers))
         self._per_element = codec.block**-0.5
-        self._low_table = Table((1.0, 0.0, -1.0, 0.0), self.work)
-        self._high_table = Table((0.0, 1.0, 0.0, -1.0), self._large)
+        self._low_table = LevelTable((1.0, 0.0, -1.0, 0.0), self.work)
+        self._high_table = LevelTable((0.0, 1.0, 0.0, -1.0), self._large)
 
     def encode(self, codes: Tensor, scales: Tensor, noise: Tensor | None) -> None:
         absmax, large = self._normalize(), self._large
@@ -164,13 +164,13 @@ class _Centroids(BlockCodec):
         torch.add(self.work.mul_(low), self._large.mul_(high), out=decoded)
 
 
-class _Sign(BlockCodec):
+class _SignBlocks(BlockCodec):
     """One magnitude for all: the mean of |p|, or the root of the mean of p^2."""
 
     def __init__(self, codec: Codec, blocks: int, device: torch.device) -> None:
         super().__init__(codec, blocks, device)
-        self._signs = _Signs(self, self._numbers)
-        self._table = Table((1.0, -1.0), self.work)
+        self._signs = _SignReader(self, self._numbers)
+        self._table = LevelTable((1.0, -1.0), self.work)
         self._rms = codec.name == "sign_rms"
 
     def encode(self, codes: Tensor, scales: Tensor, noise: Tensor | None) -> None:
@@ -184,19 +184,19 @@ class _Sign(BlockCodec):
         torch.copysign(scales, self.p, out=self.work)
 
 
-_KINDS: dict[str, type[BlockCodec]] = {
-    "uniform": _Uniform,
-    "companded": _Companded,
-    "centroids": _Centroids,
-    "sign_mean": _Sign,
-    "sign_rms": _Sign,
+_BLOCK_CODECS: dict[str, type[BlockCodec]] = {
+    "uniform": _UniformBlocks,
+    "companded": _CompandedBlocks,
+    "centroids": _CentroidBlocks,
+    "sign_mean": _SignBlocks,
+    "sign_rms": _SignBlocks,
 }
 
 
 _WORDS = {8: torch.uint8, 4: torch.int16, 2: torch.int32, 1: torch.int64}
 
 
-class Packer:
+class CodePacker:
     """Packs `codes` (int8 [numel]), always the same memory."""
 
     def __init__(self, codes: Tensor, bits: int) -> None:
@@ -211,11 +211,11 @@ class Packer:
         packed.copy_(self._words.mul_(self._gather).bitwise_right_shift_(self._top))
 
 
-class Table:
+class LevelTable:
     """Replaces packed bytes by the levels their codes stand for, in `levels` (float32, contiguous, 16-byte aligned)."""
 
     def __init__(self, level_of_code: tuple[float, ...], levels: Tensor) -> None:
-        rows = _rows(level_of_code, levels.device)
+        rows = _levels_of_bytes(level_of_code, levels.device)
         codes_per_byte = rows.shape[1]
         self._index = torch.empty(levels.numel() // codes_per_byte, dtype=torch.int32, device=levels.device)
         self._rows = rows
@@ -236,7 +236,7 @@ def _as_wide(x: Tensor, count: int) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def _rows(level_of_code: tuple[float, ...], device: torch.device) -> Tensor:
+def _levels_of_bytes(level_of_code: tuple[float, ...], device: torch.device) -> Tensor:
     """Return float32 [256, codes per byte]."""
     mask = len(level_of_code) - 1
     bytes_of_codes = [[byte >> shift & mask for shift in range(0, 8, mask.bit_length())] for byte in range(256)]

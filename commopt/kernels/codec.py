@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernels of compression share: codecs, rows of payload, residuals they are handed, checks of arguments."""
+"""Shared by the kernels of compression: codecs, rows of payload, how values are encoded, checks of arguments."""
 
 from __future__ import annotations
 
@@ -26,18 +26,25 @@ CENTROID_SPLIT = 1.05
 CodecName = Literal["uniform", "companded", "centroids", "sign_mean", "sign_rms"]
 
 
-@dataclass(frozen=True)
+# Of these two, one is made for every encoding. Frozen dataclasses take several times as long to make.
+@dataclass(eq=False, slots=True)
 class ErrorFeedback:
-    """What an encoding takes over from the last one, and what it leaves to the next.
+    """The residual that goes into an encoding, and the memory for the residual that comes out of it.
 
-    `old` and `new` are float32 [numel], never the same memory. Both are held unscaled: `loss_scale` (0-d float32 on
-    their device, None for 1) is what the values were multiplied by.
+    old: the residual of the last encoding, float32 [numel], unscaled.
+    new: memory for the next residual, float32 [numel], unscaled; never the memory of `old`.
+    loss_scale: the factor that the values were multiplied by, 0-d float32 on their device; None for 1.
+    decay: the share of `old` that is added.
     """
 
     old: Tensor
     new: Tensor
     loss_scale: Tensor | None = None
     decay: float = 1.0
+
+    def cut(self, begin: int, end: int) -> ErrorFeedback:
+        """Return the residuals of elements [begin, end), in the same memory."""
+        return ErrorFeedback(self.old[begin:end], self.new[begin:end], self.loss_scale, self.decay)
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,25 @@ class RngKey:
     seed: int = 0
     step: int = 0
     stream: int = 0
+
+
+_NO_KEY = RngKey()
+
+
+@dataclass(eq=False, slots=True)
+class Encoding:
+    """How values are encoded: the argument of a compressor beside values and payload.
+
+    chunk_numel: the elements of a row, the last row's padding included.
+    scale: the factor of the values.
+    residual: the residual to add, and memory for the new one; None for no error feedback.
+    rng_key: the key of the random bits, for stochastic rounding.
+    """
+
+    chunk_numel: int
+    scale: float = 1.0
+    residual: ErrorFeedback | None = None
+    rng_key: RngKey = _NO_KEY
 
 
 @dataclass(frozen=True)
@@ -77,7 +103,7 @@ class Codec:
             return (1.0 if self.stochastic else 0.5) / ((1 << (self.bits - 1)) - 1)
         if self.name == "companded":
             return (LEVELS[-1] - LEVELS[-2]) / 2 / LEVELS[-1]
-        return 1.0  # all that is known of an element is on which side of a mean it is
+        return 1.0  # a code only says on which side of a mean an element is
 
     @property
     def has_zero(self) -> bool:
@@ -93,13 +119,13 @@ class Codec:
 
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-"""The dtypes of values that the CUDA kernels take, and what they call them."""
+"""The dtypes of values that the CUDA kernels take, each with its number there."""
 
 _FLOATING = (*DTYPES, torch.float64)
 
 
 def address(tensor: Tensor | None) -> int:
-    """Return what a kernel is handed for a tensor, null for none."""
+    """Return the address of a tensor for a kernel, null for none."""
     return 0 if tensor is None else tensor.data_ptr()
 
 
@@ -141,26 +167,26 @@ def check_total(total: Tensor) -> None:
         raise UnsupportedTensorError(f"total is {total.dtype}; sums are float32: allocate it as torch.float32")
 
 
-def check_carry(carry: ErrorFeedback | None, numel: int, payload: Tensor) -> None:
-    """Raise ConfigurationError unless the carry, if any, has a float32 element for each of `numel` values."""
-    if carry is None:
+def check_residual(residual: ErrorFeedback | None, numel: int, payload: Tensor) -> None:
+    """Raise ConfigurationError unless the residual, if any, has a float32 element for each of `numel` values."""
+    if residual is None:
         return
-    for name, part in (("old", carry.old), ("new", carry.new)):
+    for name, part in (("old", residual.old), ("new", residual.new)):
         suits = part.dtype == torch.float32 and part.shape == (numel,) and part.is_contiguous()
         if not suits or part.device != payload.device:
             raise ConfigurationError(
-                f"the carry's {name} is {part.dtype} {tuple(part.shape)} on {part.device}; it must be float32 "
+                f"the residual's {name} is {part.dtype} {tuple(part.shape)} on {part.device}; it must be float32 "
                 f"({numel},) on {payload.device}, contiguous, one element per value"
             )
 
 
-def carry_arguments(carry: ErrorFeedback | None) -> tuple[int | float, ...]:
-    """Return what a kernel is told of a carry."""
-    if carry is None:
+def residual_arguments(residual: ErrorFeedback | None) -> tuple[int | float, ...]:
+    """Return the arguments of a kernel for a residual."""
+    if residual is None:
         return 0, 0, 0, 1.0
-    return carry.old.data_ptr(), carry.new.data_ptr(), address(carry.loss_scale), float(carry.decay)
+    return residual.old.data_ptr(), residual.new.data_ptr(), address(residual.loss_scale), float(residual.decay)
 
 
-def rng_arguments(rng: RngKey) -> tuple[int | float, ...]:
-    """Return what a stochastic rounding is told; the numbers cross as signed ones."""
-    return tuple((number + 2**63) % 2**64 - 2**63 for number in (rng.seed, rng.step, rng.stream))
+def rng_arguments(rng_key: RngKey) -> tuple[int | float, ...]:
+    """Return the arguments of a kernel for a stochastic rounding; the numbers cross as signed ones."""
+    return tuple((number + 2**63) % 2**64 - 2**63 for number in (rng_key.seed, rng_key.step, rng_key.stream))

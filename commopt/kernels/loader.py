@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pick what runs the kernels: compiled at install time, compiled at first use, or plain torch."""
+"""Choose between kernels compiled at install time, kernels compiled at first use, and plain torch."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _cpu_kernels() -> Any | None:
 
 
 def kernels_in_use() -> dict[str, str]:
-    """Return in words what computes on the CPU and on the first GPU here."""
+    """Return a text: which kernels compute on the CPU and on the first GPU here."""
     cpu = cpu_kernels()
     without = f"{VARIABLE}=torch" if os.environ.get(VARIABLE) == "torch" else "commopt._cpu is not compiled"
     found = {"CPU": f"plain torch and NumPy ({without})" if cpu is None else f"compiled, for {_TARGETS[cpu.target()]}"}
@@ -155,10 +155,10 @@ _LOADERS: dict[str, type[Loader]] = {"native": Native, "nvrtc": Nvrtc}
 
 
 def loader_for(device: torch.device, dtype: torch.dtype = torch.float32) -> Loader | None:
-    """Return what launches kernels for values of `dtype`, None where plain torch computes; COMMOPT_KERNELS forces one.
+    """Return the loader of kernels for values of `dtype`, None for plain torch; COMMOPT_KERNELS forces one.
 
-    A loader is chosen once a kernel of its has done what it should: one that imports may still meet a driver that is
-    too old. Raises `ConfigurationError` when the forced one is unknown or cannot work here.
+    A loader is chosen once one of its kernels has given the right result: one that imports may still meet a driver that
+    is too old. Raises `ConfigurationError` when the forced one is unknown or cannot work here.
     """
     if device.type != "cuda" or dtype not in DTYPES:
         return None
@@ -182,7 +182,7 @@ def _choose(wanted: str, device: torch.device) -> Loader | None:
                 failures.append(f"{name}: {error}; {_LOADERS[name].fix}")
                 broken |= not isinstance(error, ModuleNotFoundError)
                 continue
-            if broken:  # what is merely absent is no news where another works
+            if broken:  # a loader that is merely absent is no news where another works
                 _log.warning("kernels on %s run by %s (%s)", device, name, "; ".join(failures))
             return loader
     if wanted:

@@ -2,7 +2,7 @@
 """Low-rank factors of stacked matrices: orthogonalize them, multiply them into and out of the matrices.
 
 Everything is float32 and contiguous. A stack of matrices is [count, rows, cols]; a factor is [count, rows, r] (left)
-or [count, cols, r] (right), its r columns being what PowerSGD (arXiv 1905.13727) calls P or Q.
+or [count, cols, r] (right): the P or Q of PowerSGD (arXiv 1905.13727), with r columns.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from commopt.kernels.codec import address
 from commopt.kernels.loader import Loader
 
 RIDGE = 100 * torch.finfo(torch.float32).eps
-"""What a Gram matrix gets on its diagonal, as a share of the mean there: less than roundings can take away from it."""
+"""Added to the diagonal of a Gram matrix, as a share of the mean there; roundings can take away no more."""
 
 NOISE = 1e-6
-"""Standard deviation of what is added to a factor whose largest element is 1: no direction may ever be lost."""
+"""Standard deviation of the noise added to a factor whose largest element is 1: no direction may ever vanish."""
 
 MAX_KERNEL_RANK = 32
 """The most columns that a CUDA kernel takes; the reference takes any number."""
@@ -43,7 +43,7 @@ def orthogonalize(factors: Tensor, out: Tensor | None = None, initial: Tensor | 
     replicas that do it for themselves stay alike. A NaN or an infinity gives NaN in that matrix. Nothing waits for the
     device.
 
-    initial: orthonormal factors of the same shape that keep a direction from getting lost: times NOISE * sqrt(rows)
+    initial: orthonormal factors of the same shape that save a direction from vanishing: times NOISE * sqrt(rows)
         they are added to the divided matrices, and where a matrix is all zero they replace it.
     out: where to write, which may be `factors` itself; None allocates.
     """
@@ -53,7 +53,7 @@ def orthogonalize(factors: Tensor, out: Tensor | None = None, initial: Tensor | 
 
 
 def orthogonalize_each(factors: Sequence[Tensor], outs: Sequence[Tensor], initial: Sequence[Tensor] | None) -> None:
-    """Do what `orthogonalize` does with several stacks, each of another height, of one r and on one device."""
+    """Orthogonalize several stacks, each of another height, of one r and on one device."""
     work = []
     for stack, out, begin in zip(factors, outs, [None] * len(factors) if initial is None else initial, strict=True):
         known = stack if begin is None else begin

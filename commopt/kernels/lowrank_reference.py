@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from commopt.kernels.lowrank import NOISE
-from commopt.kernels.residual import piece_numel
+from commopt.kernels.residual import cache_numel
 
 _EXACT = 53  # bits of a whole number in float64
 _GRID = 20  # bits of an element beside the largest of its column
@@ -52,7 +52,7 @@ def decode(left: Tensor, right: Tensor, out: Tensor) -> None:
         return
     # Products are rounded, then added: the bits are those of the kernel for CPUs, and no BLAS has a say in them.
     columns = right.transpose(1, 2).contiguous()
-    step = max(piece_numel(out.device) // (2 * cols * len(out)), 1)
+    step = max(cache_numel(out.device) // (2 * cols * len(out)), 1)
     for begin in range(0, rows, step):
         part, target = left[:, begin : begin + step], out[:, begin : begin + step]
         torch.mul(part[:, :, :1], columns[:, :1], out=target)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile device code at run time through CuPy's binding of NVRTC, and keep on disk what comes out.
+"""Compile device code at run time through CuPy's binding of NVRTC, and keep the result on disk.
 
 CuPy's own `RawModule(code=...)` adds -ftz=true to all options: denormals would then count as zeros in every product,
 sum and comparison, and the bits differ from nvcc's.

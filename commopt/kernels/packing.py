@@ -66,7 +66,7 @@ def pack(values: Tensor, packed: Tensor, beyond: Tensor) -> int:
 
 
 def unpack(packed: Tensor, beyond: Tensor, values: Tensor) -> None:
-    """Put what `pack` has put into `packed`, and `beyond` it (uint8 [m]), back into `values` (bfloat16 [n])."""
+    """Restore `values` (bfloat16 [n]) from the bytes that `pack` wrote, `packed` and `beyond` (uint8 [m])."""
     cpu = cpu_kernels()
     if cpu is not None:
         cpu.unpack(packed.data_ptr(), beyond.data_ptr(), len(beyond), len(values), values.data_ptr())

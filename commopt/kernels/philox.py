@@ -14,20 +14,20 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 
 
-def uniform(begin: int, numel: int, rng: RngKey, device: torch.device) -> Tensor:
-    """Return numbers `begin` to `begin + numel` that `rng` stands for: float32 [numel], multiples of 2^-24 below 1."""
-    words = _words(begin // 4, -(-(begin + numel) // 4), rng, device)
+def uniform(begin: int, numel: int, rng_key: RngKey, device: torch.device) -> Tensor:
+    """Return numbers `begin` to `begin + numel` of the key: float32 [numel], multiples of 2^-24 below 1."""
+    words = _words(begin // 4, -(-(begin + numel) // 4), rng_key, device)
     numbers = torch.empty(words.shape[1], 4, dtype=torch.float32, device=device)
     numbers.copy_(words.bitwise_right_shift_(8).t())
     return numbers.mul_(2.0**-24).view(-1)[begin % 4 :][:numel]
 
 
-def sixteen_bits(begin: int, numel: int, rng: RngKey, device: torch.device) -> Tensor:
-    """Return whole numbers below 2^16, `begin` to `begin + numel` of those that `rng` stands for: int32 [numel].
+def sixteen_bits(begin: int, numel: int, rng_key: RngKey, device: torch.device) -> Tensor:
+    """Return whole numbers below 2^16, `begin` to `begin + numel` of the key: int32 [numel].
 
     Eight to a counter: the lower half of a word, then the upper.
     """
-    words = _words(begin // 8, -(-(begin + numel) // 8), rng, device)
+    words = _words(begin // 8, -(-(begin + numel) // 8), rng_key, device)
     halves = words.t().to(torch.int32, memory_format=torch.contiguous_format).view(torch.int16)
     return halves.view(-1)[begin % 8 :][:numel].to(torch.int32).bitwise_and_(0xFFFF)
 
@@ -48,9 +48,14 @@ def words_of(counter: Tensor, key: tuple[int, int]) -> Tensor:
     return torch.stack((c0, c1, c2, c3)).bitwise_and_(_LOW)
 
 
-def _words(first: int, last: int, rng: RngKey, device: torch.device) -> Tensor:
+def _words(first: int, last: int, rng_key: RngKey, device: torch.device) -> Tensor:
     """Return the words of counters `first` to `last`: int64 [4, last - first]."""
     index = torch.arange(first, last, device=device)
     counter = torch.zeros(4, index.numel(), dtype=torch.int64, device=device)
-    counter[0], counter[1], counter[2], counter[3] = index & _LOW, index >> 32, rng.step & _LOW, rng.stream & _LOW
-    return words_of(counter, (rng.seed & _LOW, rng.seed >> 32 & _LOW))
+    counter[0], counter[1], counter[2], counter[3] = (
+        index & _LOW,
+        index >> 32,
+        rng_key.step & _LOW,
+        rng_key.stream & _LOW,
+    )
+    return words_of(counter, (rng_key.seed & _LOW, rng_key.seed >> 32 & _LOW))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block quantization: values to payload rows and back, their sum, and the sum encoded again. And chance in bfloat16."""
+"""Block quantization: values to payload rows and back, their sum, the sum encoded again. And stochastic bfloat16."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from commopt.kernels import loader
 from commopt.kernels.codec import (
     DTYPES,
     Codec,
+    Encoding,
     ErrorFeedback,
     RngKey,
-    carry_arguments,
-    check_carry,
+    check_residual,
     check_rows,
     check_total,
     check_values,
+    residual_arguments,
     rng_arguments,
 )
+from commopt.kernels.cpu import block_kernels, readable
 from commopt.kernels.loader import Arguments, Loader
-from commopt.kernels.residual import round_with_carry
+from commopt.kernels.residual import round_with_residual
 
 _WARP_NUMEL = 512  # a longer block takes all warps of a CUDA block
 _WARP_THREADS = 32
@@ -30,34 +32,28 @@ _CAST_THREADS = 256
 _CAST_PER_THREAD = 8
 
 
-def encode(
-    codec: Codec,
-    values: Tensor,
-    payload: Tensor,
-    chunk_numel: int,
-    scale: float,
-    carry: ErrorFeedback | None,
-    rng: RngKey,
-) -> None:
-    """Encode p = `scale * values` (+ the carry) into the rows of `payload`; see Compressor.compress."""
+def encode(codec: Codec, values: Tensor, payload: Tensor, encoding: Encoding) -> None:
+    """Encode p = `scale * values` (+ the residual) into the rows of `payload`; see Compressor.compress."""
+    chunk_numel = encoding.chunk_numel
     _check_rows(codec, payload, chunk_numel)
     check_values(values, payload, chunk_numel)
-    check_carry(carry, values.numel(), payload)
-    kernels = loader.loader_for(payload.device, values.dtype)
+    check_residual(encoding.residual, values.numel(), payload)
+    values = readable(values)
+    kernels = block_kernels(payload.device, values.dtype)
     if kernels is None:
         from commopt.kernels import quantize_reference as reference
 
-        return reference.encode(codec, values, payload, chunk_numel, scale, carry, rng)
+        return reference.encode(codec, values, payload, encoding)
     arguments = (
         values.data_ptr(),
         DTYPES[values.dtype],
         values.numel(),
-        float(scale),
+        float(encoding.scale),
         payload.data_ptr(),
         payload.stride(0),
         *_shape(codec, payload.shape[0], chunk_numel),
-        *carry_arguments(carry),
-        *(rng_arguments(rng) if codec.stochastic else ()),
+        *residual_arguments(encoding.residual),
+        *(rng_arguments(encoding.rng_key) if codec.stochastic else ()),
     )
     _launch(kernels, f"encode_{_encoder(codec)}", codec, payload, payload.shape[0] * chunk_numel, arguments)
 
@@ -66,7 +62,7 @@ def decode(codec: Codec, payload: Tensor, values: Tensor, chunk_numel: int) -> N
     """Decode the rows of `payload` into `values`; see Compressor.decompress."""
     _check_rows(codec, payload, chunk_numel)
     check_values(values, payload, chunk_numel)
-    kernels = loader.loader_for(payload.device, values.dtype)
+    kernels = block_kernels(payload.device, values.dtype)
     if kernels is None:
         from commopt.kernels import quantize_reference as reference
 
@@ -80,7 +76,7 @@ def accumulate(codec: Codec, payloads: Tensor, total: Tensor) -> None:
     _check_rows(codec, payloads, total.numel())
     check_values(total, payloads, total.numel())
     check_total(total)
-    kernels = loader.loader_for(payloads.device, total.dtype)
+    kernels = block_kernels(payloads.device, total.dtype)
     if kernels is None:
         from commopt.kernels import quantize_reference as reference
 
@@ -88,28 +84,21 @@ def accumulate(codec: Codec, payloads: Tensor, total: Tensor) -> None:
     _decode(kernels, codec, payloads, 1, payloads.shape[0], total, total.numel())
 
 
-def recode(
-    codec: Codec,
-    payloads: Tensor,
-    payload: Tensor,
-    chunk_numel: int,
-    numel: int,
-    carry: ErrorFeedback | None,
-    rng: RngKey,
-) -> None:
+def recode(codec: Codec, payloads: Tensor, payload: Tensor, numel: int, encoding: Encoding) -> None:
     """Encode the sum of the rows of `payloads`, whose first `numel` elements are real, into the row `payload`."""
+    chunk_numel = encoding.chunk_numel
     _check_rows(codec, payloads, chunk_numel)
     _check_rows(codec, payload, chunk_numel)
     if not (payload.shape[0] == 1 and 0 <= numel <= chunk_numel):
         raise ConfigurationError(
             f"{numel} elements in {payload.shape[0]} rows of {chunk_numel}; a sum has one row and fits into it"
         )
-    check_carry(carry, numel, payload)
-    kernels = loader.loader_for(payload.device)
+    check_residual(encoding.residual, numel, payload)
+    kernels = block_kernels(payload.device)
     if kernels is None:
         from commopt.kernels import quantize_reference as reference
 
-        return reference.recode(codec, payloads, payload, chunk_numel, numel, carry, rng)
+        return reference.recode(codec, payloads, payload, numel, encoding)
     _, *row_shape = _shape(codec, 1, chunk_numel)
     arguments = (
         payloads.data_ptr(),
@@ -118,8 +107,8 @@ def recode(
         payload.data_ptr(),
         *row_shape,
         numel,
-        *carry_arguments(carry),
-        *(rng_arguments(rng) if codec.stochastic else ()),
+        *residual_arguments(encoding.residual),
+        *(rng_arguments(encoding.rng_key) if codec.stochastic else ()),
     )
     _launch(kernels, f"recode_{_encoder(codec)}", codec, payload, chunk_numel, arguments)
 
@@ -180,23 +169,23 @@ def _launch(kernels: Loader, kernel: str, codec: Codec, payload: Tensor, numel: 
 
 
 def round_stochastically(
-    values: Tensor, rounded: Tensor, scale: float, carry: ErrorFeedback | None, rng: RngKey, place: int
+    values: Tensor, rounded: Tensor, scale: float, residual: ErrorFeedback | None, rng_key: RngKey, place: int
 ) -> None:
-    """Round `scale * values` (+ the carry), the elements from `place` on; see residual.round_with_carry.
+    """Round `scale * values` (+ the residual), the elements from `place` on; see residual.round_with_residual.
 
     rounded: bfloat16, from a multiple of 16 bytes on. place: a multiple of 8. To nearest, torch is as fast.
     """
     kernels = loader.loader_for(values.device, values.dtype)
     if kernels is None:
-        return round_with_carry(values, rounded, scale, carry, rng, place)
+        return round_with_residual(values, rounded, scale, residual, rng_key, place)
     arguments = (
         values.data_ptr(),
         DTYPES[values.dtype],
         values.numel(),
         float(scale),
         rounded.data_ptr(),
-        *carry_arguments(carry),
-        *rng_arguments(rng),
+        *residual_arguments(residual),
+        *rng_arguments(rng_key),
         place,
     )
     grid = -(-values.numel() // (_CAST_THREADS * _CAST_PER_THREAD))

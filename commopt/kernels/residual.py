@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Error feedback in plain torch: the old residual added to values, the new one left. And rounding to 16 bits."""
+"""Error feedback in plain torch: the old residual is added to values, the new one written. And 16-bit rounding."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from commopt.kernels.codec import ErrorFeedback, RngKey
 from commopt.kernels.philox import sixteen_bits
 
 _LARGEST_BFLOAT16 = torch.finfo(torch.bfloat16).max
-_LOW_BITS = 0xFFFF  # what of a float32 a bfloat16 lacks
-_CPU_PIECE_NUMEL = 2**17
-_PIECE_NUMEL = 2**24  # elsewhere launches cost more than memory traffic
+_LOW_BITS = 0xFFFF  # of a float32: a bfloat16 lacks them
+_CPU_CACHE_NUMEL = 2**17
+_CACHE_NUMEL = 2**24  # elsewhere launches cost more than memory traffic
 
 
-def piece_numel(device: torch.device) -> int:
+def cache_numel(device: torch.device) -> int:
     """Return how many elements to take through all passes at once: as many as stay in the cache."""
-    return _CPU_PIECE_NUMEL if device.type == "cpu" else _PIECE_NUMEL
+    return _CPU_CACHE_NUMEL if device.type == "cpu" else _CACHE_NUMEL
 
 
 def scale_into(values: Tensor, scale: Tensor, p: Tensor) -> None:
@@ -30,17 +30,17 @@ def scale_into(values: Tensor, scale: Tensor, p: Tensor) -> None:
         p.copy_(values.float().mul_(scale))
 
 
-class Residual:
-    """A carry, with what its two factors come to."""
+class ScaledResidual:
+    """A residual with its two factors: of the old one, loss scale and decay; of the new one, the inverse loss scale."""
 
-    def __init__(self, carry: ErrorFeedback) -> None:
-        self._old = carry.old
-        self._new = carry.new
-        self._factor: Tensor | float = carry.decay
+    def __init__(self, residual: ErrorFeedback) -> None:
+        self._old = residual.old
+        self._new = residual.new
+        self._factor: Tensor | float = residual.decay
         self._inverse: Tensor | None = None
-        if carry.loss_scale is not None:
-            self._factor = carry.loss_scale * carry.decay
-            self._inverse = carry.loss_scale.reciprocal()
+        if residual.loss_scale is not None:
+            self._factor = residual.loss_scale * residual.decay
+            self._inverse = residual.loss_scale.reciprocal()
 
     def add_old(self, begin: int, p: Tensor, work: Tensor) -> None:
         """Add the old residual from element `begin` on to p; `work`, like p, is overwritten."""
@@ -50,13 +50,13 @@ class Residual:
         p.add_(old)
 
     def write_new(self, begin: int, p: Tensor, decoded: Tensor) -> None:
-        """Leave p - decoded from element `begin` on."""
+        """Write p - decoded into the new residual from element `begin` on."""
         new = torch.sub(p, decoded, out=self._new[begin : begin + p.numel()])
         if self._inverse is not None:
             new.mul_(self._inverse)
 
     def unscale_new(self) -> None:
-        """Take the loss scale out of all that was left, where p itself was left."""
+        """Divide the new residual by the loss scale, where it is still in the units of p."""
         if self._inverse is not None:
             self._new.mul_(self._inverse)
 
@@ -64,30 +64,30 @@ class Residual:
 def round_by_chance(values: Tensor, chances: Tensor, rounded: Tensor) -> None:
     """Round float32 `values` to bfloat16, up or down with probabilities that make the mean exact.
 
-    chances: whole numbers below 2^16, evenly spread (int32, overwritten). Up means away from zero. What is beyond the
-    largest bfloat16 is rounded to nearest: chance makes nothing infinite, and infinities and NaN stay.
+    chances: whole numbers below 2^16, evenly spread (int32, overwritten). Up means away from zero. Numbers beyond the
+    largest bfloat16 are rounded to nearest: chance makes nothing infinite, and infinities and NaN stay.
     """
     chances.add_(values.view(torch.int32)).bitwise_and_(~_LOW_BITS)
     rounded.copy_(torch.where(values.abs() <= _LARGEST_BFLOAT16, chances.view(torch.float32), values))
 
 
 @torch.no_grad()
-def round_with_carry(
+def round_with_residual(
     values: Tensor,
     rounded: Tensor,
     scale: float,
-    carry: ErrorFeedback | None,
-    rng: RngKey | None = None,
+    residual: ErrorFeedback | None,
+    rng_key: RngKey | None = None,
     place: int = 0,
 ) -> None:
-    """Round `scale * values` (+ the carry) to the dtype of `rounded`: all 1-D and of one length, without any check.
+    """Round `scale * values` (+ the residual) to the dtype of `rounded`: all 1-D and of one length, without any check.
 
-    rng: round by chance, to bfloat16; the values are the elements from `place` on of what is rounded by this key.
+    rng_key: round by chance, to bfloat16; the values are the elements from `place` on of those rounded by this key.
     """
-    step = min(piece_numel(values.device), values.numel())
+    step = min(cache_numel(values.device), values.numel())
     factor = torch.full((), scale, dtype=torch.float32, device=values.device)  # written there: no host waits
-    residual = None if carry is None else Residual(carry)
-    direct = residual is None and rng is None
+    feedback = None if residual is None else ScaledResidual(residual)
+    direct = feedback is None and rng_key is None
     memory = torch.empty(2, 0 if direct else step, dtype=torch.float32, device=values.device)
     for begin in range(0, values.numel(), max(step, 1)):
         part, target = values[begin : begin + step], rounded[begin : begin + step]
@@ -96,11 +96,11 @@ def round_with_carry(
             continue
         p, work = memory[:, : part.numel()]
         scale_into(part, factor, p)
-        if residual is not None:
-            residual.add_old(begin, p, work)
-        if rng is None:
+        if feedback is not None:
+            feedback.add_old(begin, p, work)
+        if rng_key is None:
             target.copy_(p)
         else:
-            round_by_chance(p, sixteen_bits(place + begin, p.numel(), rng, p.device), target)
-        if residual is not None:
-            residual.write_new(begin, p, work.copy_(target))
+            round_by_chance(p, sixteen_bits(place + begin, p.numel(), rng_key, p.device), target)
+        if feedback is not None:
+            feedback.write_new(begin, p, work.copy_(target))

@@ -23,7 +23,7 @@ def directory() -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Return what the sources in a folder hold, by name."""
+    """Return the texts of the sources in a folder, by name."""
     files = [*folder.glob("*.cuh"), *folder.glob("cpu/*.?pp")]
     return {path.name: path.read_bytes() for path in files}
 

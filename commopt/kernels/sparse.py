@@ -15,11 +15,13 @@ from commopt.kernels.codec import (
     ROW_ALIGNMENT,
     ErrorFeedback,
     address,
-    check_carry,
+    check_residual,
     check_rows,
     check_total,
     check_values,
+    residual_arguments,
 )
+from commopt.kernels.cpu import sparse_kernels
 from commopt.kernels.loader import Arguments, Loader
 
 _THREADS = 256
@@ -84,18 +86,18 @@ class SparseRow:
         return -(-self.values_end // ROW_ALIGNMENT) * ROW_ALIGNMENT
 
 
-def select(row: SparseRow, values: Tensor, payload: Tensor, scale: float, carry: ErrorFeedback | None) -> None:
+def select(row: SparseRow, values: Tensor, payload: Tensor, scale: float, residual: ErrorFeedback | None) -> None:
     """Put the `row.count` largest elements of p into each row of `payload`, exactly as SparseRow says.
 
     values: 1-D, floating; chunk i of `row.chunk_numel` elements goes into row i. payload: uint8 [rows, row.nbytes].
     Every operation below is one float32 operation, rounded by itself (no fused multiply-add); products of the scalars
-    come first. S is the loss scale (1 without one), v the carry's residual, decay its factor:
+    come first. S is the loss scale (1 without one), v the residual, decay its factor:
 
         g = float32(values) * float32(scale)
-        without a carry                         p = g
-        with a carry                            p = g + (S decay) v_old
+        without a residual                      p = g
+        with a residual                         p = g + (S decay) v_old
 
-    Of the chosen elements value_dtype(p) is sent. What is kept:
+    Of the chosen elements value_dtype(p) is sent. The new residual:
 
         v_new = (p - sent) (1/S)                sent = 0 where p is not among the chosen
 
@@ -104,23 +106,30 @@ def select(row: SparseRow, values: Tensor, payload: Tensor, scale: float, carry:
     """
     check_rows(payload, row.chunk_numel, row.nbytes)
     check_values(values, payload, row.chunk_numel)
-    check_carry(carry, values.numel(), payload)
+    check_residual(residual, values.numel(), payload)
+    if cpu := sparse_kernels(payload.device, values.dtype, row.value_dtype):
+        source = (values.data_ptr(), DTYPES[values.dtype], values.numel(), float(scale))
+        cpu.sparse_select(*source, *_rows(row, payload), *residual_arguments(residual), loader.cpu_threads())
+        return
     kernels = loader.loader_for(payload.device, values.dtype)
     if kernels is None:
         from commopt.kernels import sparse_reference as reference
 
-        reference.select(row, values, payload, scale, carry)
+        reference.select(row, values, payload, scale, residual)
     elif payload.shape[0] * row.chunk_numel:
-        _select(kernels, row, values, payload, scale, carry)
+        _select(kernels, row, values, payload, scale, residual)
 
 
 def scatter(row: SparseRow, payload: Tensor, values: Tensor) -> None:
-    """Set `values` (1-D, any floating dtype, at most rows * chunk_numel) to what the rows of `payload` stand for.
+    """Decode the rows of `payload` into `values` (1-D, any floating dtype, at most rows * chunk_numel).
 
     Entries past the end of `values` are zeros, and dropped.
     """
     check_rows(payload, row.chunk_numel, row.nbytes)
     check_values(values, payload, row.chunk_numel)
+    if cpu := sparse_kernels(payload.device, values.dtype, row.value_dtype):
+        cpu.sparse_scatter(*_rows(row, payload), values.data_ptr(), DTYPES[values.dtype], values.numel())
+        return
     kernels = loader.loader_for(payload.device, values.dtype)
     if kernels is None:
         from commopt.kernels import sparse_reference as reference
@@ -137,6 +146,9 @@ def accumulate(row: SparseRow, payloads: Tensor, total: Tensor) -> None:
     check_rows(payloads, row.chunk_numel, row.nbytes)
     check_values(total, payloads, row.chunk_numel)
     check_total(total)
+    if cpu := sparse_kernels(payloads.device, row.value_dtype):
+        cpu.sparse_sum(*_rows(row, payloads), total.data_ptr())
+        return
     kernels = loader.loader_for(payloads.device, total.dtype)
     if kernels is None:
         from commopt.kernels import sparse_reference as reference
@@ -151,13 +163,19 @@ def finite(row: SparseRow, payload: Tensor) -> Tensor:
     return payload[:, row.values_begin : row.values_end].view(row.value_dtype).isfinite().all()
 
 
+def _rows(row: SparseRow, payload: Tensor) -> tuple[int, ...]:
+    """Return the description of rows that the CPU's kernels take."""
+    shape = (payload.shape[0], row.chunk_numel, row.count)
+    return payload.data_ptr(), payload.stride(0), *shape, DTYPES[row.value_dtype]
+
+
 def _select(
-    kernels: Loader, row: SparseRow, values: Tensor, payload: Tensor, scale: float, carry: ErrorFeedback | None
+    kernels: Loader, row: SparseRow, values: Tensor, payload: Tensor, scale: float, residual: ErrorFeedback | None
 ) -> None:
     """Queue the kernels of a selection on the current stream."""
     rows = payload.shape[0]
     tiles = -(-row.chunk_numel // _TILE_NUMEL)
-    p = torch.empty(values.numel(), dtype=torch.float32, device=values.device) if carry is None else carry.new
+    p = torch.empty(values.numel(), dtype=torch.float32, device=values.device) if residual is None else residual.new
     bins = torch.zeros(_LEVELS, rows, _BINS, dtype=torch.int32, device=values.device)
     thresholds = torch.empty(rows, _THRESHOLD_WORDS, dtype=torch.int32, device=values.device)
     candidates = torch.empty(rows, tiles, _CANDIDATES_WORDS, dtype=torch.int32, device=values.device)
@@ -167,7 +185,7 @@ def _select(
     seen = (p.data_ptr(), values.numel(), row.chunk_numel, found, candidates.data_ptr())
     target = (payload.data_ptr(), payload.stride(0), row.count, DTYPES[row.value_dtype])
     groups = rows * -(-tiles // _GROUP_TILES)
-    accumulated = (*_accumulated(values, scale, row, carry), p.data_ptr(), bins[0].data_ptr())
+    accumulated = (*_accumulated(values, scale, row, residual), p.data_ptr(), bins[0].data_ptr())
     for kernel, grid, arguments in (
         ("sparse_accumulate", rows * tiles, accumulated),
         ("sparse_threshold", rows, (bins[0].data_ptr(), 0, row.count, found)),
@@ -177,7 +195,7 @@ def _select(
         ("sparse_threshold", rows, (bins[2].data_ptr(), 2, row.count, found)),
         ("sparse_count", groups, (*seen, counts.data_ptr())),
         ("sparse_offsets", rows, (counts.data_ptr(), row.chunk_numel, found, *target)),
-        ("sparse_write", groups, (*seen, counts.data_ptr(), *target, *_kept(carry))),
+        ("sparse_write", groups, (*seen, counts.data_ptr(), *target, *_new_residual(residual))),
     ):
         kernels.queue(values.device, kernel, grid, _THREADS, arguments)
 
@@ -197,14 +215,14 @@ def _decode(kernels: Loader, row: SparseRow, payload: Tensor, rows: int, peers: 
     kernels.queue(values.device, "sparse_decode", rows * -(-row.chunk_numel // BLOCK), _DECODE_THREADS, arguments)
 
 
-def _accumulated(values: Tensor, scale: float, row: SparseRow, carry: ErrorFeedback | None) -> Arguments:
-    """Return what p is added up from."""
+def _accumulated(values: Tensor, scale: float, row: SparseRow, residual: ErrorFeedback | None) -> Arguments:
+    """Return the arguments of the kernel that adds p up."""
     source = (values.data_ptr(), DTYPES[values.dtype], values.numel(), float(scale), row.chunk_numel)
-    if carry is None:
+    if residual is None:
         return (*source, 0, 1.0, 0)
-    return (*source, carry.old.data_ptr(), float(carry.decay), address(carry.loss_scale))
+    return (*source, residual.old.data_ptr(), float(residual.decay), address(residual.loss_scale))
 
 
-def _kept(carry: ErrorFeedback | None) -> Arguments:
-    """Return whether p becomes the new residual, and the loss scale to take out of it."""
-    return (0, 0) if carry is None else (1, address(carry.loss_scale))
+def _new_residual(residual: ErrorFeedback | None) -> Arguments:
+    """Return whether p becomes the new residual, and the loss scale to divide it by."""
+    return (0, 0) if residual is None else (1, address(residual.loss_scale))

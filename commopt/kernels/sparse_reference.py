@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparse rows in plain torch: what a row holds, and how the largest elements are found without sorting them all."""
+"""Sparse rows in plain torch: the contents of a row, and the largest elements without sorting them all."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ import torch
 from torch import Tensor
 
 from commopt.kernels.codec import ErrorFeedback
-from commopt.kernels.residual import Residual, piece_numel, scale_into
+from commopt.kernels.residual import ScaledResidual, cache_numel, scale_into
 from commopt.kernels.sparse import BLOCK, SparseRow
 
 
 @torch.no_grad()
-def select(row: SparseRow, values: Tensor, payload: Tensor, scale: float, carry: ErrorFeedback | None) -> None:
+def select(row: SparseRow, values: Tensor, payload: Tensor, scale: float, residual: ErrorFeedback | None) -> None:
     """Put the largest elements of p into each row of `payload`, without any check; see kernels.sparse."""
-    p = torch.empty(values.numel(), dtype=torch.float32, device=values.device) if carry is None else carry.new
-    _add_up(values, scale, p, carry)
-    for begin, entries in _rows(row, payload):
+    p = torch.empty(values.numel(), dtype=torch.float32, device=values.device) if residual is None else residual.new
+    _add_up(values, scale, p, residual)
+    for begin, entries in _entries_of_rows(row, payload):
         chunk = p[begin : begin + row.chunk_numel]
         chosen = top(chunk, min(row.count, chunk.numel()))
         sent = entries.write(chosen, chunk.index_select(0, chosen))
-        if carry is not None:
+        if residual is not None:
             chunk.index_add_(0, chosen, sent, alpha=-1)
-    if carry is not None:
-        Residual(carry).unscale_new()
+    if residual is not None:
+        ScaledResidual(residual).unscale_new()
 
 
 @torch.no_grad()
 def scatter(row: SparseRow, payload: Tensor, values: Tensor) -> None:
-    """Set `values` to what the rows of `payload` stand for, without any check."""
+    """Decode the rows of `payload` into `values`, without any check."""
     values.zero_()
-    for begin, entries in _rows(row, payload):
+    for begin, entries in _entries_of_rows(row, payload):
         chunk = values[begin : begin + row.chunk_numel]
         indices, sent = entries.read()
         if chunk.numel() < row.chunk_numel:
@@ -45,26 +45,26 @@ def scatter(row: SparseRow, payload: Tensor, values: Tensor) -> None:
 def accumulate(row: SparseRow, payloads: Tensor, total: Tensor) -> None:
     """Set `total` (float32 [chunk_numel]) to the sum of the rows, without any check."""
     total.zero_()
-    for _, entries in _rows(row, payloads):
+    for _, entries in _entries_of_rows(row, payloads):
         indices, sent = entries.read()
         total.scatter_add_(0, indices, sent.float())
 
 
-def _add_up(values: Tensor, scale: float, p: Tensor, carry: ErrorFeedback | None) -> None:
-    """Set p to `scale * values` (+ the carry)."""
+def _add_up(values: Tensor, scale: float, p: Tensor, residual: ErrorFeedback | None) -> None:
+    """Set p to `scale * values` (+ the residual)."""
     factor = torch.full((), scale, dtype=torch.float32, device=values.device)
-    residual = None if carry is None else Residual(carry)
-    step = min(piece_numel(values.device), values.numel())
+    feedback = None if residual is None else ScaledResidual(residual)
+    step = min(cache_numel(values.device), values.numel())
     work = torch.empty(step, dtype=torch.float32, device=values.device)
     for begin in range(0, values.numel(), max(step, 1)):
         part = p[begin : begin + step]
         scale_into(values[begin : begin + step], factor, part)
-        if residual is not None:
-            residual.add_old(begin, part, work[: part.numel()])
+        if feedback is not None:
+            feedback.add_old(begin, part, work[: part.numel()])
 
 
-class _Entries:
-    """The parts of one row."""
+class _SparseEntries:
+    """The indices and values in one row of payload."""
 
     def __init__(self, row: SparseRow, payload: Tensor) -> None:
         self._row = row
@@ -76,7 +76,7 @@ class _Entries:
         self._blocks = torch.arange(row.blocks, device=payload.device) * BLOCK
 
     def write(self, indices: Tensor, values: Tensor) -> Tensor:
-        """Write the entries, and zeros behind the chunk's end if there are too few; return what the values became."""
+        """Write the entries, and zeros behind the chunk's end if there are too few; return the values as rounded."""
         missing = torch.arange(indices.numel(), self._row.count, device=indices.device)
         every = torch.cat((indices, missing))
         self._ends.copy_(torch.searchsorted(every, self._blocks + BLOCK))
@@ -94,11 +94,11 @@ class _Entries:
         return self._indices.to(torch.int64).bitwise_and_(BLOCK - 1).add_(block), self._values
 
 
-def _rows(row: SparseRow, payload: Tensor) -> Iterator[tuple[int, _Entries]]:
+def _entries_of_rows(row: SparseRow, payload: Tensor) -> Iterator[tuple[int, _SparseEntries]]:
     """Iterate over the rows, and over where their chunks begin; there is none of an empty chunk."""
     if row.count:
         for number, part in enumerate(payload):
-            yield number * row.chunk_numel, _Entries(row, part)
+            yield number * row.chunk_numel, _SparseEntries(row, part)
 
 
 _SMALLEST_SAMPLE = 4096
@@ -145,7 +145,7 @@ def _thresholds(p: Tensor, count: int) -> Iterator[int]:
 
 def _at_least(p: Tensor, threshold: int) -> Tensor:
     """Return where magnitudes are `threshold` or more, ascending."""
-    step = min(piece_numel(p.device), p.numel())
+    step = min(cache_numel(p.device), p.numel())
     magnitudes = torch.empty(step, dtype=torch.int32, device=p.device)
     large = torch.empty(step, dtype=torch.bool, device=p.device)
     bits = p.view(torch.int32)

@@ -17,7 +17,7 @@ from commopt.command_line import BAD_INPUT, number, parse_nbytes, refuse, requir
 from commopt.errors import CommoptError, ConfigurationError, MismatchError
 from commopt.groups import join
 from commopt.probe import report
-from commopt.probe.operations import PARTS, Settings
+from commopt.probe.operations import PARTS, ProbeOptions
 from commopt.probe.prober import command_line, survey
 
 _FAILED = 1
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Measure the links of every level and the compressors, and fit latency and bandwidth to them."
     parser.epilog = EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    default = Settings()
+    default = ProbeOptions()
     add: Any = parser.add_argument
     add("-o", "--output", type=Path, metavar="FILE", help="write the curves to FILE, for commopt's planner")
     # The names of nccl-tests; torchrun would take --min and --max for its own.
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> int:
     """Measure, print, write, and return the exit status."""
     try:
-        settings = Settings(
+        asked = ProbeOptions(
             options.min_nbytes,
             options.max_nbytes,
             options.factor,
@@ -68,7 +68,7 @@ def run(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) ->
         if not dist.is_initialized():
             start(environ)
         require_usable(options.output)
-        _run(options, settings, environ)
+        _run(options, asked, environ)
     except (ConfigurationError, MismatchError, OSError) as error:
         return refuse("commopt probe", error)
     except CommoptError as error:
@@ -107,16 +107,16 @@ def start(environ: Mapping[str, str]) -> torch.device:
     return torch.device("cuda", local_rank) if everywhere else torch.device("cpu")
 
 
-def _run(options: argparse.Namespace, settings: Settings, environ: Mapping[str, str]) -> None:
+def _run(options: argparse.Namespace, asked: ProbeOptions, environ: Mapping[str, str]) -> None:
     if dist.get_world_size() == 1:
         print(ALONE, file=sys.stderr)
     membership = join()
     # sys.argv, not options: what is written down is what was typed
-    found = survey(membership, settings, command_line(sys.argv[2:], environ))
+    found = survey(membership, asked, command_line(sys.argv[2:], environ))
     nominal_gbps = report.line_rate_gbps(membership, environ)
     if dist.get_rank() != 0:
         return
-    report.show(found, report.LineRate.of(found.links, nominal_gbps), settings.budget_s)
+    report.show(found, report.LineRate.of(found.links, nominal_gbps), asked.budget_s)
     if options.output is not None:
         found.links.save(options.output)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is timed: settings, the collectives on every level, and the work that aggregators do between messages."""
+"""What is timed: collectives on every level, and the work that aggregators do between messages; and the options."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from math import ceil, sqrt
 import torch
 from torch import Tensor
 
-from commopt.compress import COMPRESSORS, Cast, Compressor, ErrorFeedback, Exact, Quantize, RngKey
+from commopt.compress import COMPRESSORS, Cast, Compressor, Encoding, ErrorFeedback, Exact, Quantize, RngKey
 from commopt.cost import LinkKey, WorkKey
 from commopt.errors import ConfigurationError, did_you_mean
 from commopt.groups import Team
 from commopt.hooks import PRESETS
 from commopt.kernels import lowrank, packing
+from commopt.probe.collectives import Collective, sizes
 
 PARTS = ("intra", "inter", "world", "work")
 
@@ -29,13 +30,13 @@ _MATRIX_RANKS = (1, 2, 4, 8, 16, 32)
 
 
 @dataclass(frozen=True)
-class Settings:
-    """All ranks must have the same; raises ConfigurationError for what cannot work.
+class ProbeOptions:
+    """The options of a probe. All ranks must have the same; raises ConfigurationError for wrong values.
 
     min_nbytes, max_nbytes, factor: messages grow from the first to the second, each `factor` times the one before. Both
         sides of a collective stay below the largest: all_gather over P ranks stops at a P-th of it.
     budget_s: seconds for everything. Messages stop growing where it ends.
-    parts: what of PARTS is measured; "work" is compression.
+    parts: those of PARTS to measure; "work" is compression.
     warm_up, iterations: calls before and while time is taken; long messages get fewer, at least 1 and 3.
     """
 
@@ -71,61 +72,31 @@ class Settings:
     def sizes(self, most_nbytes: int | None = None) -> tuple[int, ...]:
         """Return the bytes of every message, smallest first, none above `most_nbytes` (but for the first)."""
         limit = self.max_nbytes if most_nbytes is None else min(most_nbytes, self.max_nbytes)
-        found, exact = [self.min_nbytes], self.min_nbytes * self.factor
-        while exact <= limit:
-            found.append(round(exact))
-            exact *= self.factor
-        return tuple(found)
+        return tuple(sizes(self.min_nbytes, limit, self.factor))
+
+    def sizes_of(self, collective: Collective, ranks: int) -> tuple[int, ...]:
+        """Return the bytes of a collective's messages: two or more, which can be cut into blocks of whole elements."""
+        grain = _ITEMSIZE * (ranks if collective.send_blocks else 1)
+        gathers = collective.recv_blocks and not collective.send_blocks
+        wanted = self.sizes(self.max_nbytes // ranks if gathers else None)
+        rounded = tuple(dict.fromkeys(ceil(nbytes / grain) * grain for nbytes in wanted))
+        return rounded if len(rounded) > 1 else (*rounded, 2 * rounded[0])
 
 
 # -------------------------------------------------------------------------------------------- collectives
 
 
-@dataclass(frozen=True)
-class Collective:
-    """Whether a message holds a block for each rank on the way in, and on the way out.
-
-    closed: no rank can leave before all have entered, so that calls need no barrier between them.
-    """
-
-    primitive: str
-    send_blocks: bool = False
-    recv_blocks: bool = False
-    closed: bool = True
-
-    def sizes(self, settings: Settings, ranks: int) -> tuple[int, ...]:
-        """Return the bytes of the messages to time: two or more, which can be cut into blocks of whole elements."""
-        grain = _ITEMSIZE * (ranks if self.send_blocks else 1)
-        gathers = self.recv_blocks and not self.send_blocks
-        wanted = settings.sizes(settings.max_nbytes // ranks if gathers else None)
-        rounded = tuple(dict.fromkeys(ceil(nbytes / grain) * grain for nbytes in wanted))
-        return rounded if len(rounded) > 1 else (*rounded, 2 * rounded[0])
-
-    def bind(self, team: Team, nbytes: int, device: torch.device) -> Callable[[], None]:
-        """Return a call that runs it once over `team`, with `nbytes` as WireModel's method of that name counts them."""
-        source = _zeros(nbytes, device)
-        move = getattr(team, self.primitive)
-        if not (self.send_blocks or self.recv_blocks):
-            return partial(move, source) if self.closed else partial(move, source, 0)
-        output_nbytes = nbytes * (team.size if self.recv_blocks else 1) // (team.size if self.send_blocks else 1)
-        return partial(move, _zeros(output_nbytes, device), source)
-
-
-COLLECTIVES = {
-    each.primitive: each
-    for each in (
-        Collective("all_reduce"),
-        Collective("reduce_scatter", send_blocks=True),
-        Collective("all_gather", recv_blocks=True),
-        Collective("all_to_all", send_blocks=True, recv_blocks=True),
-        Collective("reduce", closed=False),
-        Collective("broadcast", closed=False),
-    )
-}
+def call_of(collective: Collective, nbytes: int, device: torch.device, team: Team) -> Callable[[], object]:
+    """Return a call of a collective over `team`, with `nbytes` as WireModel's method of that name counts them."""
+    count = nbytes // _ITEMSIZE // (team.size if collective.send_blocks else 1)
+    send_numel, recv_numel = collective.numels(count, team.size)
+    send = _zeros(_ITEMSIZE * send_numel, device)
+    recv = _zeros(_ITEMSIZE * recv_numel, device) if collective.blocks else send
+    return collective.bind(getattr(team, collective.name), team.rank, send, recv)
 
 
 @dataclass(frozen=True)
-class Group:
+class ConcurrentGroups:
     """Groups of one level that communicate at once: `team` is this rank's, None when it only waits."""
 
     level: str
@@ -138,27 +109,29 @@ class Group:
         return LinkKey(self.level, primitive, self.ranks, self.groups)
 
 
-def groups_of(world: Team) -> list[Group]:
-    """Return what to time, the same on every rank: of each level one group by itself, then all at once.
+def groups_of(world: Team) -> list[ConcurrentGroups]:
+    """Return the groups to time, the same on every rank: of each level one group alone, then all of them at once.
 
-    Levels inside a node come first: they are fast, and what they leave of the time is for the slow ones.
+    Levels inside a node come first: they are fast, and leave the rest of the time for the slow ones.
     """
     nodes = world.wire.nodes
     counts = [nodes.count(node) for node in dict.fromkeys(nodes)]
-    found: list[Group] = []
+    found: list[ConcurrentGroups] = []
     if world.intra is not None:
         my_node = list(dict.fromkeys(nodes)).index(nodes[world.rank])
         largest = max(counts)
         if largest > 1:
             first = counts.index(largest)
-            found.append(Group("intra", largest, 1, world.intra if my_node == first else None))
+            found.append(ConcurrentGroups("intra", largest, 1, world.intra if my_node == first else None))
             if (alike := counts.count(largest)) > 1:
-                found.append(Group("intra", largest, alike, world.intra if counts[my_node] == largest else None))
-        found.append(Group("inter", len(counts), 1, world.inter if world.intra.rank == 0 else None))
+                found.append(
+                    ConcurrentGroups("intra", largest, alike, world.intra if counts[my_node] == largest else None)
+                )
+        found.append(ConcurrentGroups("inter", len(counts), 1, world.inter if world.intra.rank == 0 else None))
         if world.uniform and largest > 1:
-            found.append(Group("inter", len(counts), largest, world.inter))
+            found.append(ConcurrentGroups("inter", len(counts), largest, world.inter))
     if world.size > 1:
-        found.append(Group("world", world.size, 1, world))
+        found.append(ConcurrentGroups("world", world.size, 1, world))
     return found
 
 
@@ -171,8 +144,8 @@ def _zeros(nbytes: int, device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Job:
-    """Work of one kind: `prepare(numel, device)` returns a call that does it for so many float32 elements.
+class TimedWork:
+    """Local work of one kind: `prepare(numel, device)` returns a call that does it for so many float32 elements.
 
     least_nbytes: less of it is never done.
     """
@@ -181,17 +154,17 @@ class Job:
     prepare: Callable[[int, torch.device], Callable[[], None]]
     least_nbytes: int = _LEAST_WORK_NBYTES
 
-    def sizes(self, settings: Settings) -> tuple[int, ...]:
+    def sizes(self, options: ProbeOptions) -> tuple[int, ...]:
         """Return the bytes to time, two or more."""
-        suited = tuple(nbytes for nbytes in settings.sizes(_MOST_WORK_NBYTES) if nbytes >= self.least_nbytes)
+        suited = tuple(nbytes for nbytes in options.sizes(_MOST_WORK_NBYTES) if nbytes >= self.least_nbytes)
         if len(suited) > 1:
             return suited
-        first = max(self.least_nbytes, settings.min_nbytes)
-        return (first, round(first * settings.factor))
+        first = max(self.least_nbytes, options.min_nbytes)
+        return (first, round(first * options.factor))
 
 
 def known_compressors() -> tuple[Compressor, ...]:
-    """Return what the presets compress with, every compressor as it is by default, and quantization to all widths."""
+    """Return the compressors of the presets, each compressor with its defaults, and quantization to all widths."""
     found: list[Compressor] = [Exact(), Cast(), Cast(torch.float16), Quantize(8), Quantize(4), Quantize(2)]
     found += [kind() for kind in COMPRESSORS.values()]
     for preset in PRESETS.values():
@@ -207,18 +180,22 @@ def _inside(value: object) -> Iterator[object]:
             yield from _inside(getattr(value, field.name))
 
 
-def jobs_of(compressors: Iterable[Compressor]) -> list[Job]:
+def work_of(compressors: Iterable[Compressor]) -> list[TimedWork]:
     """Return the work that these compressors make, and that which does not depend on them."""
-    jobs = [Job(WorkKey("copy"), _copy), Job(WorkKey("pack"), _pack), Job(WorkKey("unpack"), _unpack)]
+    found = [
+        TimedWork(WorkKey("copy"), _copy),
+        TimedWork(WorkKey("pack"), _pack),
+        TimedWork(WorkKey("unpack"), _unpack),
+    ]
     for compressor in compressors:
         for kind, prepare in (("encode", _encode), ("decode", _decode), ("recode", _recode)):
-            jobs.append(Job(WorkKey(kind, repr(compressor)), partial(prepare, compressor)))
+            found.append(TimedWork(WorkKey(kind, repr(compressor)), partial(prepare, compressor)))
     for matrix_rank in _MATRIX_RANKS:
         least_nbytes = max(4 * (4 * matrix_rank + 1) ** 2, _LEAST_WORK_NBYTES)  # of a matrix worth its factors
         for kind, factorize in (("factor", _factor), ("refresh", _refresh)):
             key = WorkKey(kind, f"PowerSGD({matrix_rank})")
-            jobs.append(Job(key, partial(factorize, matrix_rank), least_nbytes))
-    return jobs
+            found.append(TimedWork(key, partial(factorize, matrix_rank), least_nbytes))
+    return found
 
 
 def _copy(numel: int, device: torch.device) -> Callable[[], None]:
@@ -254,22 +231,25 @@ def _packed(numel: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def _encode(compressor: Compressor, numel: int, device: torch.device) -> Callable[[], None]:
     chunk_numel, payload = _rows(compressor, numel, 1, device)
-    values, carry = _normal(numel, device), _carry(numel, device)
-    return lambda: compressor.compress(values, payload, chunk_numel, 1 / _ROWS, carry, RngKey(seed=1))
+    values, encoding = (
+        _normal(numel, device),
+        Encoding(chunk_numel, 1 / _ROWS, _residual(numel, device), RngKey(seed=1)),
+    )
+    return lambda: compressor.compress(values, payload, encoding)
 
 
 def _decode(compressor: Compressor, numel: int, device: torch.device) -> Callable[[], None]:
     chunk_numel, payload = _rows(compressor, numel, 1, device)
-    compressor.compress(_normal(numel, device), payload, chunk_numel, 1.0)
+    compressor.compress(_normal(numel, device), payload, Encoding(chunk_numel))
     return partial(compressor.decompress, payload, _zeros(_ITEMSIZE * numel, device), chunk_numel)
 
 
 def _recode(compressor: Compressor, numel: int, device: torch.device) -> Callable[[], None]:
     chunk_numel, payloads = _rows(compressor, numel, _ROWS, device)
-    compressor.compress(_normal(numel, device), payloads, chunk_numel, 1.0)
+    compressor.compress(_normal(numel, device), payloads, Encoding(chunk_numel))
     sums, sent = min(chunk_numel, numel), torch.zeros_like(payloads[:1])
-    carry = _carry(sums, device)
-    return lambda: compressor.recompress(payloads, sent, chunk_numel, sums, carry, RngKey(seed=1))
+    encoding = Encoding(chunk_numel, 1.0, _residual(sums, device), RngKey(seed=1))
+    return lambda: compressor.recompress(payloads, sent, sums, encoding)
 
 
 def _factor(matrix_rank: int, numel: int, device: torch.device) -> Callable[[], None]:
@@ -316,5 +296,5 @@ def _normal(numel: int, device: torch.device) -> Tensor:
     return torch.randn(numel, generator=torch.Generator(device).manual_seed(0), dtype=torch.float32, device=device)
 
 
-def _carry(numel: int, device: torch.device) -> ErrorFeedback:
+def _residual(numel: int, device: torch.device) -> ErrorFeedback:
     return ErrorFeedback(_normal(numel, device) / 8, torch.zeros(numel, dtype=torch.float32, device=device))

@@ -18,18 +18,18 @@ import torch
 
 from commopt import lanes
 from commopt.compress import Compressor
-from commopt.cost import Curve, Header, LinkKey, Links, WorkKey
+from commopt.cost import Curve, LinkKey, Links, LinksHeader, WorkKey
 from commopt.errors import ConfigurationError
 from commopt.groups import Membership, join
+from commopt.probe.collectives import COLLECTIVES, Collective
 from commopt.probe.operations import (
-    COLLECTIVES,
-    Collective,
-    Group,
-    Job,
-    Settings,
+    ConcurrentGroups,
+    ProbeOptions,
+    TimedWork,
+    call_of,
     groups_of,
-    jobs_of,
     known_compressors,
+    work_of,
 )
 from commopt.probe.timing import LaneTimer, Measured, Repeats, sweep
 from commopt.version import __version__, revision
@@ -42,7 +42,7 @@ _TOLD_VARIABLES = ("BENCH_CLUSTER_RATE", "COMMOPT_RANKS_PER_NODE", "OMP_NUM_THRE
 
 @dataclass(frozen=True)
 class Survey:
-    """What was measured, the same on every rank. `stopped`: the largest bytes of curves that ended early, by name."""
+    """The result of a probe, the same on every rank. `stopped`: the largest bytes of curves that ended early."""
 
     links: Links
     stopped: Mapping[str, int]
@@ -50,7 +50,7 @@ class Survey:
 
 def probe(
     group: Any = None,
-    settings: Settings | None = None,
+    options: ProbeOptions | None = None,
     *,
     compressors: Sequence[Compressor] | None = None,
     ranks_per_node: int | None = None,
@@ -62,24 +62,24 @@ def probe(
     Communicator. stream: where rank 0 shows how far it is; default stderr.
     Raises ConfigurationError and MismatchError on every rank.
     """
-    return survey(join(group, ranks_per_node), settings or Settings(), _CALL, compressors, stream).links
+    return survey(join(group, ranks_per_node), options or ProbeOptions(), _CALL, compressors, stream).links
 
 
 def survey(
     membership: Membership,
-    settings: Settings,
+    options: ProbeOptions,
     command: str,
     compressors: Sequence[Compressor] | None = None,
     stream: TextIO | None = None,
 ) -> Survey:
-    """Do what `probe` does; `command` is what the header says was run."""
+    """Measure as `probe` does; `command` is the one that the header shows."""
     compressors = known_compressors() if compressors is None else tuple(compressors)
     lanes.require_healthy()
-    membership.agree("a probe", settings=repr(settings), compressors=repr(compressors))
-    prober = LinkProber(membership, settings, compressors, sys.stderr if stream is None else stream)
+    membership.agree("a probe", settings=repr(options), compressors=repr(compressors))
+    prober = LinkProber(membership, options, compressors, sys.stderr if stream is None else stream)
     if not prober.curves:
         raise ConfigurationError(
-            f"--only {','.join(settings.parts)} leaves nothing to measure on {len(membership.ranks)} rank(s) like "
+            f"--only {','.join(options.parts)} leaves nothing to measure on {len(membership.ranks)} rank(s) like "
             f"these: add work, or start more ranks or nodes"
         )
     return prober.run(command)
@@ -89,14 +89,14 @@ class LinkProber:
     """One measurement of everything; collective over the membership."""
 
     def __init__(
-        self, membership: Membership, settings: Settings, compressors: Sequence[Compressor], stream: TextIO
+        self, membership: Membership, options: ProbeOptions, compressors: Sequence[Compressor], stream: TextIO
     ) -> None:
         self._membership = membership
-        self._settings = settings
-        self._groups = [group for group in groups_of(membership.team) if group.level in settings.parts]
-        self._jobs = jobs_of(compressors) if "work" in settings.parts else []
+        self._options = options
+        self._groups = [group for group in groups_of(membership.team) if group.level in options.parts]
+        self._work = work_of(compressors) if "work" in options.parts else []
         self._timer = LaneTimer(membership)
-        self._left_us = settings.budget_s * _US
+        self._left_us = options.budget_s * _US
         self._stopped: dict[str, int] = {}
         self._done = 0
         # The rank that is first in the group fits and reports.
@@ -107,44 +107,44 @@ class LinkProber:
     @property
     def curves(self) -> int:
         """How many curves there will be."""
-        return len(self._groups) * len(COLLECTIVES) + len(self._jobs)
+        return len(self._groups) * len(COLLECTIVES) + len(self._work)
 
     def run(self, command: str) -> Survey:
-        """Measure, fit, and return what the first rank makes of it."""
-        reserved_us = self._left_us * _WORK_SHARE if self._groups and self._jobs else 0.0
+        """Measure, fit, and return the curves of the first rank."""
+        reserved_us = self._left_us * _WORK_SHARE if self._groups and self._work else 0.0
         self._left_us -= reserved_us
         links: dict[LinkKey, Curve] = {}
         curves = [(group, collective) for group in self._groups for collective in COLLECTIVES.values()]
         for place, (group, collective) in enumerate(curves):
-            key = group.key(collective.primitive)
-            sizes = collective.sizes(self._settings, group.ranks)
+            key = group.key(collective.name)
+            sizes = self._options.sizes_of(collective, group.ranks)
             links[key] = self._fit(link_text(key), sizes, len(curves) - place, partial(self._time, collective, group))
         self._left_us += reserved_us
         work: dict[WorkKey, Curve] = {}
-        for place, job in enumerate(self._jobs):
-            sizes, measure = job.sizes(self._settings), partial(self._time_work, job)
-            work[job.key] = self._fit(work_text(job.key), sizes, len(self._jobs) - place, measure)
+        for place, each in enumerate(self._work):
+            sizes, measure = each.sizes(self._options), partial(self._time_work, each)
+            work[each.key] = self._fit(work_text(each.key), sizes, len(self._work) - place, measure)
         # Fitted on every rank, so that an error is raised on all; other machines might round a fit differently.
         found = Links(read_header(self._membership, self._timer.device, command), links, work)
         mine: dict[str, Any] = {"links": found.as_text(), "stopped": self._stopped} if self._reports else {}
         everyone = self._membership.exchange("what a probe has found", **mine)
-        told = everyone[self._membership.ranks.index(self._first_rank)]
-        return Survey(Links.read(told["links"], "what the first rank has found"), dict(told["stopped"]))
+        first = everyone[self._membership.ranks.index(self._first_rank)]
+        return Survey(Links.read(first["links"], "what the first rank has found"), dict(first["stopped"]))
 
-    def _time(self, collective: Collective, group: Group, nbytes: int, repeats: Repeats) -> Measured:
-        what = f"{link_text(group.key(collective.primitive))}, {nbytes} bytes"
-        bind = partial(collective.bind, nbytes=nbytes, device=self._timer.device)
+    def _time(self, collective: Collective, group: ConcurrentGroups, nbytes: int, repeats: Repeats) -> Measured:
+        what = f"{link_text(group.key(collective.name))}, {nbytes} bytes"
+        bind = partial(call_of, collective, nbytes, self._timer.device)
         alone = group.groups == 1
         return self._timer.time_collective(bind, group.team, what, repeats, closed=collective.closed, alone=alone)
 
-    def _time_work(self, job: Job, nbytes: int, repeats: Repeats) -> Measured:
-        return self._timer.time(partial(job.prepare, nbytes // torch.float32.itemsize, self._timer.device), repeats)
+    def _time_work(self, work: TimedWork, nbytes: int, repeats: Repeats) -> Measured:
+        return self._timer.time(partial(work.prepare, nbytes // torch.float32.itemsize, self._timer.device), repeats)
 
     def _fit(
         self, what: str, sizes: Sequence[int], curves_left: int, measure: Callable[[int, Repeats], Measured]
     ) -> Curve:
         """Measure one curve in its share of the time that is left."""
-        wanted = Repeats(self._settings.warm_up, self._settings.iterations)
+        wanted = Repeats(self._options.warm_up, self._options.iterations)
         found = sweep(sizes, self._left_us / curves_left, wanted, measure)
         self._left_us -= found.spent_us
         self._done += 1
@@ -159,9 +159,9 @@ class LinkProber:
         return Curve.fit(found.points)
 
 
-def read_header(membership: Membership, device: torch.device, command: str) -> Header:
-    """Return when, where and with what was measured; `command` as `command_line` returns it."""
-    return Header(
+def read_header(membership: Membership, device: torch.device, command: str) -> LinksHeader:
+    """Return the time, the place and the versions of a measurement; `command` as `command_line` returns it."""
+    return LinksHeader(
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         hosts=membership.cluster.names,
         nodes=tuple(len(node) for node in membership.cluster.nodes),

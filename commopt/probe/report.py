@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was measured, for people: tables, and how the network compares with its line rate."""
+"""The results of a probe for people: tables, and a comparison of the network with its line rate."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from math import inf
 from textwrap import wrap
 from typing import TextIO
 
-from commopt.cluster.network import RATE_VARIABLE, Link
+from commopt.cluster.network import RATE_VARIABLE, EmulatedLink
 from commopt.cost import Curve, LinkKey, Links
 from commopt.display import WIDTH, show_table, significant
 from commopt.groups import Membership, WireModel
@@ -44,14 +44,14 @@ def node_factor(key: LinkKey, nodes: tuple[int, ...]) -> float:
 
 
 def node_gbps(key: LinkKey, links: Links) -> float:
-    """Return what a node sent into the network in the largest message that was measured, in Gb/s, latency and all."""
+    """Return the rate, in Gb/s, at which a node sent the largest message that was measured, latency included."""
     nbytes, time_us = links.curves[key].points[-1]
     return node_factor(key, links.header.nodes) * nbytes * 8e-3 / time_us
 
 
 @dataclass(frozen=True)
 class LineRate:
-    """The most that a node was seen to send, in Gb/s, by which curve, and what its network cards are rated at."""
+    """The highest measured rate of a node, in Gb/s, the curve that it comes from, and the rate of the network cards."""
 
     measured_gbps: float
     key: LinkKey
@@ -83,7 +83,7 @@ class LineRate:
 
 
 def line_rate_gbps(membership: Membership, environ: Mapping[str, str] = os.environ) -> float | None:
-    """Return what the slowest node's network cards carry together, None when one node's are unknown; collective."""
+    """Return the rate of the slowest node's network cards together, None if a node's are unknown; collective."""
     answers = membership.exchange("a line rate", gbps=own_gbps(membership, environ))
     everyone = [answer["gbps"] for answer in answers]
     return None if None in everyone else min(everyone, default=inf)
@@ -92,7 +92,7 @@ def line_rate_gbps(membership: Membership, environ: Mapping[str, str] = os.envir
 def own_gbps(membership: Membership, environ: Mapping[str, str]) -> float | None:
     """Nodes that are blocks of ranks on one machine share a card, or have an emulated one."""
     if (rate := environ.get(RATE_VARIABLE)) is not None:
-        link = Link.parse(rate)
+        link = EmulatedLink.parse(rate)
         return min((bps / 1e9 for bps in (link.send_bps, link.receive_bps) if bps is not None), default=None)
     return None if membership.cluster.emulated else node_nic_gbps(discover(environ=environ))
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time calls on every rank at once, where the slowest rank counts; and sizes of messages within a budget."""
+"""Time calls on every rank at once, where the slowest rank counts: the loop, and sweeps within a budget of time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from math import inf
 from statistics import median
@@ -14,13 +15,13 @@ import torch
 
 from commopt import lanes
 from commopt.groups import Membership, Team
-from commopt.recording import Mark, clock_for
+from commopt.recording import Clock, Mark, clock_for
 
-Call = Callable[[], None]
+Call = Callable[[], object]
 Prepare = Callable[[], Call]
 
 _LEAST_WARM_UP, _LEAST_ITERATIONS, _LEAST_POINTS = 1, 3, 4
-_GROWTH_SHARE = 0.85  # of the time; the rest is for what has to be measured again
+_GROWTH_SHARE = 0.85  # of the time; the rest is for sizes that have to be measured again
 _RETRIES = 3
 _DISTURBED = 1.1
 _FAR_OFF = 1.5
@@ -38,7 +39,7 @@ class Repeats:
 
 @dataclass(frozen=True)
 class Measured:
-    """One size: the median time of a call, and what measuring it took in all."""
+    """One size: the median time of a call, and the time of the whole measurement."""
 
     time_us: float
     spent_us: float
@@ -64,8 +65,8 @@ class Sweep:
 def repeats(predicted_us: float, left_us: float, wanted: Repeats) -> Repeats | None:
     """Return how often to repeat a call that should take `predicted_us`, None when there is no time for it.
 
-    Short calls are repeated up to ten times as often as wanted, since what disturbs them is longer than they are. A
-    size may take a quarter of what is left, so that larger ones have a chance, which need few repeats; the last one
+    Short calls are repeated up to ten times as often as wanted, since disturbances last longer than they do. A
+    size may take a quarter of the time left, so that larger ones have a chance, which need few repeats; the last one
     may take all of it.
     """
     portion_us = left_us / 4
@@ -131,11 +132,49 @@ def disturbed(times_us: Mapping[int, float]) -> list[int]:
     return found[::-1]
 
 
+# --------------------------------------------------------------------------------------------------- loop
+
+
+def _nothing() -> None:
+    pass
+
+
+def loop(
+    call: Call, repeats: Repeats, clock: Clock, barrier: Call = _nothing, before_each: Call | None = None
+) -> list[Mark]:
+    """Make the calls; return the marks of when the timed ones began, after `barrier`, and of when each ended.
+
+    before_each: precedes every timed call, and then its own beginning is marked too.
+    """
+    for _ in range(repeats.warm_up):
+        call()
+    barrier()
+    marks = [clock.mark()]
+    for _ in range(repeats.iterations):
+        if before_each is not None:
+            before_each()
+            marks.append(clock.mark())
+        call()
+        marks.append(clock.mark())
+    return marks
+
+
+def since_begin_us(clock: Clock, marks: Sequence[Mark]) -> list[float]:
+    """Return the times of all marks but the first, counted from it; waits for the device."""
+    ((begin_us, *times_us),) = clock.times_us([marks])
+    return [time_us - begin_us for time_us in times_us]
+
+
+def durations_us(ends_us: Sequence[float]) -> list[float]:
+    """Return how long each call took that began when the one before had ended; they add up to the loop."""
+    return [end - begin for begin, end in pairwise([0.0, *ends_us])]
+
+
 # -------------------------------------------------------------------------------------------------- timer
 
 
 class LaneTimer:
-    """Times what all ranks of a membership do on their lanes; every method is collective over them."""
+    """Times calls of all ranks of a membership on their lanes; every method is collective over them."""
 
     def __init__(self, membership: Membership) -> None:
         team = membership.team
@@ -150,15 +189,14 @@ class LaneTimer:
 
         All ranks run at the same time, but their calls are independent.
         """
-        durations_us: list[float] = []
 
-        def work() -> None:
-            call = prepare()  # on the lane: a rank without memory for it fails like any operation there
+        def ready() -> Call:
+            call = prepare()
             self._barrier(self._client.team)
-            durations_us.extend(_durations_us(call, repeats, self.device))
+            return call
 
-        self._run("work by itself", work)
-        slowest_us, spent_us = self._slowest([_median_us(durations_us)])
+        ends_us = self._loop_us("work by itself", ready, repeats)
+        slowest_us, spent_us = self._slowest([_median_us(durations_us(ends_us))])
         return Measured(slowest_us[0], spent_us)
 
     def time_collective(
@@ -178,36 +216,32 @@ class LaneTimer:
         them. Others begin at a barrier, over all ranks where several teams are to run at once, and the longest
         duration on any rank counts.
         """
+        everyone = self._client.team
+        together = team if alone else everyone
+        meet = _nothing if together is None else partial(self._barrier, together)
+        ready = partial(prepare, team) if team is not None else lambda: _nothing
+        chained = closed and alone
+        times_us = self._loop_us(what, ready, repeats, partial(self._barrier, everyone), None if chained else meet)
+        times_us = [0.0 if team is None else time_us for time_us in times_us]
+        if chained:
+            ends_us, spent_us = self._slowest(times_us)
+            return Measured(_median_us(durations_us(ends_us)), spent_us)
+        own_us = [end - begin for begin, end in zip(times_us[::2], times_us[1::2], strict=True)]
+        slowest_us, spent_us = self._slowest(own_us)
+        return Measured(_median_us(slowest_us), spent_us)
+
+    def _loop_us(
+        self, what: str, prepare: Prepare, repeats: Repeats, barrier: Call = _nothing, before_each: Call | None = None
+    ) -> list[float]:
+        """Return the times of a loop on the lane, since it began."""
         clock = clock_for(self.device)
         marks: list[Mark] = []
-        everyone = self._client.team
-        from_barriers = not (closed and alone)
-        meeting = team if alone else everyone
 
-        def work() -> None:
-            call = prepare(team) if team is not None else lambda: None
-            for _ in range(repeats.warm_up):
-                call()
-            self._barrier(everyone)
-            marks.append(clock.mark())
-            for _ in range(repeats.iterations):
-                if from_barriers:
-                    if meeting is not None:
-                        self._barrier(meeting)
-                    marks.append(clock.mark())
-                call()
-                marks.append(clock.mark())
+        def work() -> None:  # prepares too: a rank without memory for it fails like any operation on the lane
+            marks.extend(loop(prepare(), repeats, clock, barrier, before_each))
 
         self._run(what, work)
-        (times_us,) = clock.times_us([marks])
-        since_us = [0.0 if team is None else time_us - times_us[0] for time_us in times_us]
-        if from_barriers:  # each iteration has its begin and its end
-            durations_us = [end - begin for begin, end in zip(since_us[1::2], since_us[2::2], strict=True)]
-            slowest_us, spent_us = self._slowest(durations_us)
-        else:
-            ends_us, spent_us = self._slowest(since_us[1:])
-            slowest_us = [end - begin for begin, end in pairwise([0.0, *ends_us])]
-        return Measured(_median_us(slowest_us), spent_us)
+        return since_begin_us(clock, marks)
 
     def _slowest(self, own_us: Sequence[float]) -> tuple[list[float], float]:
         """Return the largest of all ranks' times, place by place, and of the time since the last comparison.
@@ -223,24 +257,12 @@ class LaneTimer:
         *slowest_us, spent_us = everyone.view(team.size, -1).amax(0).tolist()
         return slowest_us, spent_us
 
-    def _run(self, what: str, work: Call) -> None:
+    def _run(self, what: str, work: Callable[[], None]) -> None:
         self._client.run(work, what, self.device).wait()
 
     def _barrier(self, team: Team) -> None:
         team.all_reduce(torch.zeros(1, dtype=torch.float32, device=self.device))
 
 
-def _durations_us(call: Call, repeats: Repeats, device: torch.device) -> list[float]:
-    for _ in range(repeats.warm_up):
-        call()
-    clock = clock_for(device)
-    marks = [clock.mark()]
-    for _ in range(repeats.iterations):
-        call()
-        marks.append(clock.mark())
-    (times_us,) = clock.times_us([marks])
-    return [end - begin for begin, end in pairwise(times_us)]
-
-
-def _median_us(durations_us: Sequence[float]) -> float:
-    return max(median(durations_us), _LEAST_US)
+def _median_us(times_us: Sequence[float]) -> float:
+    return max(median(times_us), _LEAST_US)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happened when on this rank: buckets, messages and the collectives inside them."""
+"""Timestamps of one rank's steps: buckets, messages and the collectives inside them."""
 
 from commopt.recording.recorder import (
     Clock,
     Mark,
-    Message,
+    MessageRecorder,
     Recorder,
     clock_for,
     primitive,
@@ -16,8 +16,8 @@ __all__ = [
     "BucketRecord",
     "Clock",
     "Mark",
-    "Message",
     "MessageRecord",
+    "MessageRecorder",
     "Recorder",
     "Span",
     "StepRecord",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The last steps of one rank in a ring: marks in time, messages under way, and their records in the end."""
+"""Recorder of the last steps of one rank: marks in time, running messages, and the resulting records."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ class Clock:
     """The host's clock: perf_counter."""
 
     def mark(self) -> Mark:
-        """Return a mark of this moment; on CUDA, of when the current stream gets here. Never waits."""
+        """Return a mark of now; on CUDA, of the time at which the current stream gets here. Never waits."""
         return perf_counter_ns()
 
     def times_us(self, groups: Sequence[Sequence[Mark]]) -> list[list[float]]:
-        """Return the times of marks, which come in groups of one step each, oldest first. May wait for the device."""
+        """Return the times of marks in groups of one step each, oldest first. May wait for the device."""
         return [[mark / 1000 for mark in group] for group in groups]
 
     def release(self, marks: Iterable[Mark]) -> None:
-        """Take back marks that nobody will ask for again."""
+        """Take back marks that are no longer needed."""
 
     def is_capturing(self) -> bool:
-        """Return whether a CUDA graph is being captured, in which a mark would have no time."""
+        """Return whether a CUDA graph is being captured, in which marks have no time."""
         return False
 
 
 class CudaClock(Clock):
-    """A GPU's: CUDA events out of a pool, which grows until it serves all steps that are kept."""
+    """A GPU's clock: CUDA events from a pool, which grows to the size that the kept steps need."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool: deque[torch.cuda.Event] = deque()
 
     def mark(self) -> Mark:
-        """Return an event of when the current stream gets here."""
+        """Return an event for the time at which the current stream gets here."""
         try:
             event = self._pool.pop()
         except IndexError:
@@ -57,8 +57,8 @@ class CudaClock(Clock):
     def times_us(self, groups: Sequence[Sequence[Mark]]) -> list[list[float]]:
         """Return the times of events; waits for all work of the device.
 
-        The host's clock and the device's are compared once, after the wait. Between events torch gives the time as a
-        float32 of milliseconds, so distances are kept short: from step to step back from now, and inside a step.
+        The host's clock and the device's are compared once, after the wait. torch returns the time between events in
+        float32 milliseconds, so only short distances are measured: from step to step, back from now, and inside a step.
         """
         torch.cuda.synchronize(self._device)
         later = torch.cuda.Event(enable_timing=True)
@@ -74,7 +74,7 @@ class CudaClock(Clock):
         return times[::-1]
 
     def release(self, marks: Iterable[Mark]) -> None:
-        """Take events back into the pool."""
+        """Put events back into the pool."""
         self._pool.extend(marks)
 
     def is_capturing(self) -> bool:
@@ -87,10 +87,10 @@ def clock_for(device: torch.device) -> Clock:
     return CudaClock(device) if device.type == "cuda" else Clock()
 
 
-class Message(AbstractContextManager[None]):
-    """Work submitted to a lane, which marks where it starts and ends; without an end when it raises.
+class MessageRecorder(AbstractContextManager[None]):
+    """Context manager that marks start and end of one message on the lane; it has no end if the message raises.
 
-    `spans` are its collectives so far, each the fields of a Span with marks for times.
+    spans: its collectives so far, each the fields of a Span with marks for times.
     """
 
     __slots__ = ("_before", "buckets", "finished", "label", "mark", "nbytes", "queued", "spans", "started")
@@ -104,49 +104,49 @@ class Message(AbstractContextManager[None]):
         self.started: Mark = None
         self.finished: Mark = None
         self.spans: list[list[Any]] = []
-        self._before: Message | None = None
+        self._before: MessageRecorder | None = None
 
     def __enter__(self) -> None:
-        self._before, _here.message = _here.message, self
+        self._before, _thread_state.message = _thread_state.message, self
         self.started = self.mark()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        _here.message = self._before
+        _thread_state.message = self._before
         if kind is None:
             self.finished = self.mark()
 
     def record(self) -> MessageRecord:
-        """Return what happened, with marks for times."""
+        """Return the record, with marks for times."""
         spans = tuple(Span(*span) for span in self.spans)
         return MessageRecord(self.buckets, self.label, self.nbytes, self.queued, self.started, self.finished, spans)
 
 
-class _Here(threading.local):
-    message: Message | None = None
+class _ThreadState(threading.local):
+    message: MessageRecorder | None = None
 
 
-_here = _Here()
+_thread_state = _ThreadState()
 _nothing: AbstractContextManager[None] = nullcontext()
 
 
-def running(message: Message | None) -> AbstractContextManager[None]:
-    """Make `message` this thread's, if anything is recorded."""
+def running(message: MessageRecorder | None) -> AbstractContextManager[None]:
+    """Return the context in which `message` runs; an empty one if nothing is recorded."""
     return _nothing if message is None else message
 
 
 def primitive(level: str, name: str, nbytes: int) -> AbstractContextManager[None]:
-    """Record one collective as a span of this thread's message, if there is one."""
-    message = _here.message
-    return _nothing if message is None else _Primitive(message, level, name, nbytes)
+    """Record one collective as a span of the message that this thread runs, if any."""
+    message = _thread_state.message
+    return _nothing if message is None else _SpanRecorder(message, level, name, nbytes)
 
 
-# A class rather than a generator: a third of the time, and this surrounds every collective.
-class _Primitive(AbstractContextManager[None]):
+# A class rather than a generator: it takes a third of the time, around every collective.
+class _SpanRecorder(AbstractContextManager[None]):
     __slots__ = ("_message", "_span")
 
-    def __init__(self, message: Message, *what: Any) -> None:
+    def __init__(self, message: MessageRecorder, *what: Any) -> None:
         self._message = message
         self._span: list[Any] = [*what, None, None]
 
@@ -161,12 +161,14 @@ class _Primitive(AbstractContextManager[None]):
 
 
 class Recorder:
-    """Keeps the last `keep_steps` steps; one per HookState.
+    """Records the last `keep_steps` steps; one per HookState.
 
-    The thread of the hook tells it of steps, buckets and messages, the lane's thread marks when messages run, and a
-    step may still be under way there when the next one begins. Nothing waits for a device but `steps`.
-    `enabled` is switched between steps only; `always`: whether it is to stay on when what was measured is over. While
-    a CUDA graph is captured nothing is recorded.
+    The hook's thread notes steps, buckets and messages. The lane's thread marks the start and end of messages, and may
+    still run messages of one step when the next begins. Only `steps` waits for a device. Nothing is recorded during the
+    capture of a CUDA graph.
+
+    enabled: whether steps are recorded; changed between steps only.
+    always: whether recording stays enabled after a measurement.
     """
 
     def __init__(self, keep_steps: int = 64, *, always: bool = False) -> None:
@@ -175,20 +177,20 @@ class Recorder:
         self._forward_us: float | None = None
         self._clocks: dict[torch.device, Clock] = {}
         self._lock = threading.Lock()
-        self._ring: deque[_Step] = deque()
-        self._open: _Step | None = None
+        self._ring: deque[_StepMarks] = deque()
+        self._open: _StepMarks | None = None
 
     def record_always(self) -> None:
         """Record every step from now on."""
         self.enabled = self.always = True
 
     def forward_begins(self) -> None:
-        """Note the host's time; of several forwards before one step (accumulated gradients) the first counts."""
+        """Note the start of a forward on the host. Of several before one step (accumulation) the first counts."""
         if self.enabled and self._forward_us is None:
             self._forward_us = perf_counter_ns() / 1000
 
     def begin_step(self, step: int, device: torch.device) -> None:
-        """Begin a step, as its first bucket is ready; a step before it whose backward did not end is forgotten."""
+        """Begin a step when its first bucket is ready. A previous step whose backward did not end is dropped."""
         if not self.enabled:
             return
         clock = self._clocks.get(device)
@@ -202,7 +204,7 @@ class Recorder:
                 if len(self._ring) > self._keep_steps:
                     self._ring.popleft().release()
             if not clock.is_capturing():
-                self._open = _Step(step, clock, forward_us)
+                self._open = _StepMarks(step, clock, forward_us)
 
     def bucket(self, number: int, label: str, nbytes: int) -> None:
         """Note that DDP's bucket `number` is ready."""
@@ -216,34 +218,34 @@ class Recorder:
         if self.enabled and step is not None:
             step.compute_end = step.clock.mark()
 
-    def message(self, numbers: Sequence[int], label: str, nbytes: int) -> Message | None:
-        """Note that these buckets are handed to the lane now; None when nothing is recorded."""
+    def message(self, numbers: Sequence[int], label: str, nbytes: int) -> MessageRecorder | None:
+        """Return the recorder of a message of these buckets, queued now; None if nothing is recorded."""
         step = self._open
         if not self.enabled or step is None:
             return None
-        message = Message(tuple(numbers), label, nbytes, step.clock.mark)
+        message = MessageRecorder(tuple(numbers), label, nbytes, step.clock.mark)
         step.messages.append(message)
         return message
 
     def steps(self) -> list[StepRecord]:
-        """Return the steps whose messages have all finished, oldest first; on CUDA this waits for the device."""
+        """Return the steps whose messages have all finished, oldest first. On CUDA this waits for the device."""
         with self._lock:
             kept = [*self._ring, *([] if self._open is None else [self._open])]
             new = [step for step in kept if step.is_complete()]
             for clock in {id(step.clock): step.clock for step in new}.values():
-                _settle(clock, [step for step in new if step.clock is clock])
+                _make_records(clock, [step for step in new if step.clock is clock])
             return [step.record for step in kept if step.record is not None][-self._keep_steps :]
 
     def clear(self) -> None:
-        """Forget all steps, also one under way."""
+        """Drop all steps, including a running one."""
         with self._lock:
             self._ring.clear()
             self._open = None
             self._forward_us = None
 
 
-class _Step:
-    """Marks of one step, until `record` takes their place."""
+class _StepMarks:
+    """Marks of one step, until `record` replaces them."""
 
     __slots__ = ("buckets", "clock", "compute_end", "forward_us", "messages", "number", "record")
 
@@ -253,11 +255,11 @@ class _Step:
         self.forward_us = forward_us
         self.buckets: list[tuple[int, str, int, Mark]] = []
         self.compute_end: Mark = None
-        self.messages: list[Message] = []
+        self.messages: list[MessageRecorder] = []
         self.record: StepRecord | None = None
 
     def is_complete(self) -> bool:
-        """Whether every bucket travelled, and every message arrived, but nobody has asked for the times yet."""
+        """Return whether all messages of all buckets have finished and `record` is not made yet."""
         if self.record is not None or self.compute_end is None or not self.messages:
             return False
         sent = {number for message in self.messages for number in message.buckets}
@@ -266,24 +268,24 @@ class _Step:
         )
 
     def marked(self) -> StepRecord:
-        """What happened, with marks for times."""
+        """Return the record, with marks for times."""
         buckets = tuple(BucketRecord(*bucket) for bucket in self.buckets)
         messages = tuple(message.record() for message in self.messages)
         return StepRecord(self.number, None, self.compute_end, buckets, messages)
 
     def release(self) -> None:
-        """Give the marks back, unless somebody may still write one."""
+        """Give the marks back, unless another thread may still write one."""
         if self.is_complete():
             self.clock.release(_marks_in(self.marked()))
 
 
 def _marks_in(record: StepRecord) -> list[Mark]:
-    """Return the marks of a record: the end of backward last, as it is not the first in time."""
+    """Return the marks of a record, with the end of backward last: the first must be the earliest."""
     end, *others = record.times_us()
     return [*others, end]
 
 
-def _settle(clock: Clock, steps: Sequence[_Step]) -> None:
+def _make_records(clock: Clock, steps: Sequence[_StepMarks]) -> None:
     """Make the records of complete steps; their marks are no longer needed."""
     records = [step.marked() for step in steps]
     marks = [_marks_in(record) for record in records]

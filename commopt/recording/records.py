@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step as plain data; all times (`_us`) are microseconds on this rank's clock (that of time.perf_counter)."""
+"""One step as plain data. All times (`_us`) are microseconds of this rank's time.perf_counter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ _Record = TypeVar("_Record")
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One collective inside a message; `level` is "world", "intra" or "inter"."""
+    """One collective inside a message.
+
+    level: "world", "intra" or "inter".
+    """
 
     level: str
     name: str
@@ -23,7 +26,14 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class MessageRecord:
-    """One piece of lane work: DDP's buckets it carries, when it was queued, and when the lane worked on it."""
+    """One message on the lane.
+
+    buckets: numbers of the DDP buckets in it.
+    queued_us: time of its submission.
+    started_us: time at which the lane began it.
+    finished_us: time at which the lane ended it.
+    spans: its collectives.
+    """
 
     buckets: tuple[int, ...]
     label: str
@@ -36,7 +46,7 @@ class MessageRecord:
 
 @dataclass(frozen=True, slots=True)
 class BucketRecord:
-    """One of DDP's buckets and when its gradients existed."""
+    """One DDP bucket, and the time at which its gradients were ready."""
 
     number: int
     label: str
@@ -46,7 +56,11 @@ class BucketRecord:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One backward with its communication; `forward_us` is the host's time, None where nobody noted it."""
+    """One backward with its communication.
+
+    forward_us: start of the forward on the host; None if it was not noted.
+    compute_end_us: time at which the last gradient was ready.
+    """
 
     step: int
     forward_us: float | None
@@ -56,25 +70,25 @@ class StepRecord:
 
     @property
     def completed_us(self) -> float:
-        """When the last message had finished and the gradients were there: never before compute_end_us."""
+        """Time at which the last message had finished; never before compute_end_us."""
         return max(self.compute_end_us, *(message.finished_us for message in self.messages))
 
     @property
     def layout(self) -> tuple[Any, ...]:
-        """What a step must have in common with another one to be compared with it bucket by bucket."""
+        """Buckets and messages without times. Steps with equal layouts can be compared bucket by bucket."""
         return (
             tuple((bucket.number, bucket.label, bucket.nbytes) for bucket in self.buckets),
             tuple((message.buckets, message.label, message.nbytes) for message in self.messages),
         )
 
     def times_us(self) -> list[Any]:
-        """Return all times of the step, in the order of the fields."""
+        """Return all times of the step in the order of the fields."""
         found: list[Any] = []
         _map_times(self, found.append)
         return found
 
     def at(self, times_us: Iterable[float]) -> StepRecord:
-        """Return the same step at other times, in that order."""
+        """Return the same step with other times, in the order of `times_us`."""
         in_order = iter(times_us)
         return _map_times(self, lambda _: next(in_order))
 
@@ -83,12 +97,12 @@ class StepRecord:
         return self.at(time_us + by_us for time_us in self.times_us())
 
     def to_lists(self) -> Sequence[Any]:
-        """Return nested lists for JSON, without the names of fields."""
+        """Return nested lists for JSON, without field names."""
         return astuple(self)
 
     @staticmethod
     def from_lists(lists: Sequence[Any]) -> StepRecord:
-        """Return the step that to_lists() described."""
+        """Return the step of a result of to_lists()."""
         step, forward_us, compute_end_us, buckets, messages = lists
         return StepRecord(
             step,
@@ -105,7 +119,7 @@ class StepRecord:
 
 
 def _map_times(record: _Record, change: Callable[[Any], object]) -> _Record:
-    """Return a record with `change` made to each of its times, and to those of the records in it, in their order."""
+    """Return a record with `change` applied to all its times, also those of nested records, in their order."""
 
     def changed(name: str, value: Any) -> Any:
         if name.endswith("_us"):
@@ -114,6 +128,6 @@ def _map_times(record: _Record, change: Callable[[Any], object]) -> _Record:
             return tuple(_map_times(each, change) if is_dataclass(each) else each for each in value)
         return value
 
-    described: Any = record  # which mypy cannot know to be a dataclass
+    described: Any = record  # mypy does not know that it is a dataclass
     changes = {each.name: changed(each.name, getattr(record, each.name)) for each in fields(described)}
     return cast(_Record, replace(described, **changes))

@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the script; what it raises, SystemExit too, passes through. Return 0 when it ends by itself."""
+    """Run the script and return 0 when it ends by itself; its exceptions, SystemExit too, pass through."""
     try:
         if not options.script:
             raise ConfigurationError(f"no script was named; {USAGE}")
@@ -87,9 +87,9 @@ def run(options: argparse.Namespace) -> int:
     others = active_children()
     with TemporaryDirectory(prefix="commopt-run-") as marks:
         shown = Shown(options.report, options.live, options.html, options.every)
-        job = Job(choice, script, shown, tuple(options.settings), marks, options.tuned)
+        script_run = ScriptRun(choice, script, shown, tuple(options.settings), marks, options.tuned)
         try:
-            job.run(script.run)
+            script_run.run(script.run)
         except SystemExit:
             _tell_of_nothing(marks, others)
             raise
@@ -105,7 +105,7 @@ def _tell_of_nothing(marks: str, others: Sequence[object]) -> None:
 
 @dataclass(frozen=True)
 class Shown:
-    """What is shown of the models: at the end, and every so many steps, as lines and as a page."""
+    """The output that was asked for: at the end, and every so many steps, as lines and as a page."""
 
     report: bool
     live: bool
@@ -113,17 +113,17 @@ class Shown:
     every: int
 
     def options(self) -> list[str]:
-        """Return what asks for it on a command line."""
+        """Return the flags of a command line that ask for the same."""
         flags = ["--report"] * self.report + ["--live"] * self.live
         return [*flags, *(["--html", str(self.html)] if self.html else []), "--every", str(self.every)]
 
 
 @dataclass(frozen=True)
-class Job:
-    """What is done in this process and in all that the script starts.
+class ScriptRun:
+    """A run of the script, in this process and in all processes that it starts.
 
-    marks: a folder in which each of them that has trained leaves a file, while there is one. tuned: where what auto has
-    chosen is kept.
+    marks: a folder in which each process that has trained leaves a file, while the folder is there.
+    tuned: the file that keeps what auto has chosen.
     """
 
     choice: Choice
@@ -134,21 +134,21 @@ class Job:
     tuned: Path | None = None
 
     def run(self, function: Callable[..., object], *args: Any, **kwargs: Any) -> None:
-        """Call the function, and see to the models that are trained in it."""
+        """Call the function, and attach to the models that are trained in it."""
         shown = self.shown
         live = Live(shown.every, shown.live, shown.html) if shown.live or shown.html else None
         models = Models(self.choice, live)
         try:
             with watching(models), following(self.run, self.again):
                 made = function(*args, **kwargs)
-        except SystemExit:  # it holds on to what the script made, through its traceback
+        except SystemExit:  # its traceback holds on to the script's objects
             self._conclude(models, live)
             raise
         self._conclude(models, live)
         del made
 
     def again(self, program: Any) -> Any:
-        """Return the arguments of a program; where it is the script once more, those of such a run of it."""
+        """Return the arguments of a program; if it is the script again, the arguments that run it with commopt too."""
         name = self.script.target
         heads = [["-m", name], ["-m", f"{name}.__main__"]] if self.script.is_module else [[os.path.abspath(name)]]
         if not isinstance(program, (list, tuple)):
@@ -176,7 +176,7 @@ class Job:
 
 
 def _keep(trained: Sequence[Trained], file: Path) -> None:
-    """Write what the first model was tuned to, on the world's first rank."""
+    """Write the result of tuning the first model, on the world's first rank."""
     found = next((record.tuned for record in trained if record.rank == 0 and record.tuned), None)
     if found is not None:
         found.save(file)

@@ -45,7 +45,7 @@ class Live:
 
 
 def line(now: Logged, strategy: str) -> str:
-    """Return what happened lately in one line: times in milliseconds, payload of the first rank in 1e6 bytes."""
+    """Return the latest figures in one line: times in milliseconds, payload of the first rank in 1e6 bytes."""
     step_ms, exposed_ms, inside, outside = (
         now.scalars[f"comm/{name}"] for name in ("step_ms", "exposed_ms", "intra_bytes", "inter_bytes")
     )

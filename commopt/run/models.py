@@ -36,7 +36,7 @@ _log = logging.getLogger("commopt")
 class Trained:
     """A model that got a hook. stats, explanation, tuned: those of its state when it ceased to exist, or at the end.
 
-    explanation: "" for what was not tuned, which has no `tuned` either.
+    explanation: "" for a strategy that is not tuned, which has no `tuned` either.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Trained:
 
 
 class Models:
-    """Attaches the choice to every model, once, and keeps what became of it; `trained` in order of attachment."""
+    """Attaches the choice to every model, once, and keeps the outcomes: `trained`, in order of attachment."""
 
     def __init__(self, choice: Choice, live: Live | None = None) -> None:
         self.trained: list[Trained] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a command line asks for: the script, and what `attach` is to do; checked before anything starts."""
+"""The script and the options of `attach` that a command line names, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Choice:
 
     @cached_property
     def aggregator(self) -> Aggregator:
-        """What averages."""
+        """The aggregator of the strategy, built once."""
         return self._with_options()
 
     @property
     def adam(self) -> bool:
-        """Whether Adam's directions are what is sent, so that the script's optimizer has to change."""
+        """Whether Adam's directions are sent, so that the script's optimizer has to change."""
         return self.aggregator.adam is not None
 
     def attach(self, model: Any, adam: Adam | None = None) -> CommState:
@@ -67,7 +67,7 @@ class Choice:
 
         tuned: the file of --tuned, which need not be there yet.
 
-        Raises ConfigurationError for what `attach` would refuse on any model.
+        Raises ConfigurationError for options that `attach` would refuse on any model.
         """
         options: dict[str, Any] = {}
         for setting in settings:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which gradients travel together, and by which strategy: measured on live steps, decided on rank 0, followed by all.
 
-Controller knows what averages DDP's buckets, and gives DDP those of a plan (reducer). Where plans are made it measures
-steps (measure), the ranks meet (sync), and rank 0 decides (search, with planner and prices).
+A Controller follows a Plan, and gives DDP its buckets (reducer). Where plans are made, it measures a Window of steps
+(measure). At the end of each the ranks synchronise (sync): their times become a Measurement, and a Search on rank 0
+compares the Candidates, with the help of planner and Costs, and makes a Decision.
 """
 
 from importlib import import_module
@@ -10,22 +11,22 @@ from typing import TYPE_CHECKING, Any
 
 from commopt.schedule.config import BucketConfig
 from commopt.schedule.controller import Controller
-from commopt.schedule.decision import Calendar, Decision, Tried, Tuned
+from commopt.schedule.decision import Decision, Outcome, Tuned, Window
 from commopt.schedule.layouts import Layouts, require_same_parameters
-from commopt.schedule.plan import Plan, Unit, simulate
+from commopt.schedule.measurement import Measurement
+from commopt.schedule.plan import Plan, Unit
+from commopt.schedule.simulation import simulate
 
 if TYPE_CHECKING:
     from commopt.schedule.explanation import explain
     from commopt.schedule.planner import SPARE, best_plan
     from commopt.schedule.prices import Costs, PriceTable
-    from commopt.schedule.window import Window
 
 # Loaded when they are first used: most trainings leave DDP's buckets alone.
 _LATER = {
     "SPARE": "planner",
     "Costs": "prices",
     "PriceTable": "prices",
-    "Window": "window",
     "best_plan": "planner",
     "explain": "explanation",
 }
@@ -40,14 +41,14 @@ def __getattr__(name: str) -> Any:
 __all__ = [
     "SPARE",
     "BucketConfig",
-    "Calendar",
     "Controller",
     "Costs",
     "Decision",
     "Layouts",
+    "Measurement",
+    "Outcome",
     "Plan",
     "PriceTable",
-    "Tried",
     "Tuned",
     "Unit",
     "Window",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What messages cost: short trials between two steps with this model's own shapes, or a probe's links."""
+"""Prices of messages: timed between two steps with this model's own shapes, or computed from a probe's links."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _FIRST_NBYTES = 4 * 1024
 _GROWTH = 4
 LARGEST_NBYTES = 128 * 1024**2  # bandwidth is reached, and a few buffers of it fit beside any training
 _FEWEST_CALLS, _MOST_CALLS = 3, 100
-_LONG_ENOUGH_US = 30_000.0  # buffers on the way swallow short messages; a lane that is behind sees what is behind them
+_LONG_ENOUGH_US = 30_000.0  # buffers on the way swallow short messages; only a longer run sees past them
 _LEAST_LAYOUTS = 3  # two points make a line, and a third says whether it is one
-_UNKNOWN_NUMEL = 2**22  # stands for a model whose parameters nobody has shown yet
+_UNKNOWN_NUMEL = 2**22  # stands for a model whose parameters are not known yet
 
 Points = list[tuple[int, float]]  # bytes, microseconds
 
 
 def samples_of(layout: Layout, itemsize: int) -> list[Layout]:
-    """Return beginnings of `layout` of 4 KiB, 16 KiB, ... and all of it, up to 128 MiB: real shapes, of any length."""
+    """Return the first 4 KiB, 16 KiB, ... of `layout`, and all of it up to 128 MiB: real shapes of several lengths."""
     layout = layout.cut(0, min(layout.numel, LARGEST_NBYTES // itemsize))
     ends = list(accumulate(piece.numel for piece in layout.pieces))
     samples: list[Layout] = []
@@ -47,10 +47,10 @@ def samples_of(layout: Layout, itemsize: int) -> list[Layout]:
 def calibrate(
     aggregators: Mapping[str, Aggregator], samples: Sequence[Layout], dtype: torch.dtype, team: Team, budget_s: float
 ) -> dict[str, Points]:
-    """Return by name what all_reduce of each sample takes, in microseconds, on the slowest rank.
+    """Return, by name, the time of an all_reduce of each sample on the slowest rank, in microseconds.
 
-    Runs on the lane, collectively. Stops before the samples that would break the budget, which is shared evenly; the
-    smallest are always run. Ranks decide by the same times, so that they stop alike.
+    Runs on the lane, collectively. Stops before samples that would exceed the budget, which is shared evenly; the
+    smallest always run. Ranks decide by the same times, so that they stop alike.
     """
     points: dict[str, Points] = {}
     for name, aggregator in aggregators.items():
@@ -61,18 +61,18 @@ def calibrate(
             expected_us = points[name][-1][1] * nbytes / points[name][-1][0] if points[name] else 0.0
             if place >= _LEAST_LAYOUTS and expected_us * (1 + _FEWEST_CALLS) > left_us:
                 break
-            trial = _Trial(aggregator, layout, dtype, team)
+            timed = _TimedMessage(aggregator, layout, dtype, team)
             if team.default_device.type == "cuda":
-                trial.mean_us(1)  # the first collective of a level takes NCCL longer than any budget
-            once_us = trial.mean_us(1)
+                timed.mean_us(1)  # the first collective of a level takes NCCL longer than any budget
+            once_us = timed.mean_us(1)
             calls = min(_MOST_CALLS, max(_FEWEST_CALLS, ceil(_LONG_ENOUGH_US / once_us)))
-            points[name].append((nbytes, trial.mean_us(calls)))
+            points[name].append((nbytes, timed.mean_us(calls)))
             left_us -= once_us + calls * points[name][-1][1]
     return points
 
 
 def prices_from_points(points: Mapping[str, Points], whole: Layout, dtype: torch.dtype) -> dict[str, PriceTable]:
-    """Return prices that follow from trials."""
+    """Return prices from timed messages."""
     largest_nbytes = whole.numel * dtype.itemsize
     return {
         # So small a model is one sample.
@@ -86,7 +86,7 @@ def prices_from_points(points: Mapping[str, Points], whole: Layout, dtype: torch
 def prices_from_links(
     strategies: Mapping[str, Aggregator], whole: Layout, dtype: torch.dtype, team: TeamShape, links: Links
 ) -> dict[str, PriceTable]:
-    """Return what every strategy costs by a probe's curves, without communication."""
+    """Return the prices of every strategy from a probe's curves, without communication."""
     largest_nbytes = whole.numel * dtype.itemsize
     return {
         name: PriceTable.of(price(aggregator, team, links, whole, dtype), largest_nbytes)
@@ -97,7 +97,7 @@ def prices_from_links(
 def require_prices(
     strategies: Mapping[str, Aggregator], parameters: Mapping[str, Tensor], whole: Layout, team: TeamShape, links: Links
 ) -> None:
-    """Raise ConfigurationError, alike on all ranks, unless `links` has figures for all that the strategies send.
+    """Raise ConfigurationError, alike on all ranks, unless `links` has figures for all messages of the strategies.
 
     whole: all parameters, none where they are not known yet.
     """
@@ -108,12 +108,12 @@ def require_prices(
         nodes = " + ".join(map(str, team.ranks_per_node))
         raise ConfigurationError(
             f"links cannot price messages by {' or '.join(strategies)} on nodes with {nodes} ranks: {error}; or leave "
-            f"links out, and messages are tried out instead"
+            f"links out, and messages are timed instead"
         ) from None
 
 
-class _Trial:
-    """One sample, sent again and again as a lane would."""
+class _TimedMessage:
+    """One sample, sent again and again as a lane would send it."""
 
     def __init__(self, aggregator: Aggregator, layout: Layout, dtype: torch.dtype, team: Team) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -127,16 +127,16 @@ class _Trial:
         self._steps = count(max(1, aggregator.start_step))
 
     def mean_us(self, calls: int) -> float:
-        """Return what each of so many calls takes on the slowest rank; no pauses, in which a network would recover."""
+        """Return the mean time of a call on the slowest rank; without pauses, in which a network would recover."""
         device, team = self._buffer.device, self._team
         team.all_reduce(torch.zeros(1, dtype=torch.float32, device=device))
         _finish(device)
         begun_ns = perf_counter_ns()
         for _ in range(calls):
-            self._store.begin_step()
+            self._store.transaction.begin_step()
             context = context_for(self._aggregator, self._layout, team, self._store, next(self._steps))
             self._aggregator.all_reduce(self._buffer, team, 1.0 / team.size, context)
-            self._store.end_bucket(last=True)
+            self._store.transaction.end_bucket(last=True)
         _finish(device)
         own_us = torch.tensor([(perf_counter_ns() - begun_ns) / 1000 / calls], dtype=torch.float64, device=device)
         everyone = own_us.new_empty(team.size)

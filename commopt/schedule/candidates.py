@@ -1,42 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `auto` may choose from: the exact averages, and every allowed compression at one strength."""
+"""The strategies that may average: exact ones, and for `auto` one strength of each allowed family of compression."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from math import isfinite, sqrt
+from dataclasses import dataclass, replace
+from math import hypot, isfinite, sqrt
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from commopt.aggregate import Aggregator, Flat, Hierarchical, LocalSGD, auto_of, families
+from commopt.aggregate import Aggregator, Flat, Hierarchical, auto_of, families
 from commopt.aggregate.auto import LOCAL
+from commopt.compress import Candidates
 from commopt.errors import ConfigurationError
 from commopt.feedback import Layout
 from commopt.groups import TeamShape
-from commopt.schedule.decision import Option
+from commopt.schedule.decision import Outcome
+from commopt.schedule.measurement import LEAST_GAIN, Estimate, Measurement
+from commopt.schedule.plan import Plan
+from commopt.schedule.simulation import INSIDE
+
+if TYPE_CHECKING:
+    from commopt.schedule.prices import Costs
 
 Gradients = Sequence[tuple[Layout, Tensor]]
 
-INSIDE = LocalSGD()
-"""Stands for what any LocalSGD does with gradients."""
+LEAST_SHARE = 0.03  # of the exposed communication that a change must save
+# A search compares a few plans, once: a wrong choice between two that are much alike costs little.
+_SIGNIFICANT_ERRORS = 2.0
 
 
-@dataclass(frozen=True)
-class Family:
-    """One kind of compression in one form, at several strengths, the weakest first; `usual`: the default one."""
-
-    name: str
-    strengths: tuple[Aggregator, ...]
-    usual: int
+# ---------------------------------------------------------------------------------- which strategies there are
 
 
 def exact(aggregator: Aggregator, team: TeamShape) -> dict[str, Aggregator]:
-    """Return the exact averages a plan may choose from, by the name they have in plans: the first does without a plan.
+    """Return the exact averages a plan may choose from, by their names in plans; the first one needs no plan.
 
-    An exact average stays one whichever form it takes, so plain Hierarchical() may give way to Flat() where that is
-    faster. What rounds, or was asked for in one form, stays as it is.
+    An exact average stays exact in either form, so plain Hierarchical() may give way to Flat() where that is faster. An
+    aggregator that rounds, or that was asked for in one form, stays as it is.
     """
     found: tuple[Aggregator, ...] = (aggregator,)
     if auto_of(aggregator) is not None:
@@ -47,15 +50,15 @@ def exact(aggregator: Aggregator, team: TeamShape) -> dict[str, Aggregator]:
 
 
 def available(aggregator: Aggregator, team: TeamShape) -> dict[str, Aggregator]:
-    """Return all that may average, by the name it has in plans; the first is what does without a plan."""
+    """Return all aggregators a plan may name, by that name; the first one needs no plan."""
     lossy = [strength for family in allowed_families(aggregator, team) for strength in family.strengths]
     return exact(aggregator, team) | {repr(strength): strength for strength in lossy}
 
 
-def allowed_families(aggregator: Aggregator, team: TeamShape) -> tuple[Family, ...]:
-    """Return what `auto` is allowed beside the exact averages, flat and, where there are two levels, hierarchical.
+def allowed_families(aggregator: Aggregator, team: TeamShape) -> tuple[Candidates[Aggregator], ...]:
+    """Return the families `auto` is allowed, without those that cannot run on the team.
 
-    What cannot run on the team is left out.
+    Each is there in its flat form and, where there are two levels, in its hierarchical one.
     """
     auto = auto_of(aggregator)
     if auto is None:
@@ -64,9 +67,11 @@ def allowed_families(aggregator: Aggregator, team: TeamShape) -> tuple[Family, .
     if team.intra is not None:
         forms["hierarchical "] = Hierarchical
     found = (
-        Family(prefix + kind, tuple(form(each.with_dense(auto.dense)) for each in trials.strengths), trials.usual)
-        for kind, trials in families().items()
-        if kind in auto.allow
+        replace(
+            known, family=prefix + name, strengths=tuple(form(each.with_dense(auto.dense)) for each in known.strengths)
+        )
+        for name, known in families().items()
+        if name in auto.allow
         for prefix, form in forms.items()
     )
     return tuple(family for family in found if all(_runs(each, team) for each in family.strengths))
@@ -81,7 +86,7 @@ def _runs(aggregator: Aggregator, team: TeamShape) -> bool:
 
 
 def local_messages(aggregator: Aggregator, team: TeamShape) -> dict[str, Aggregator]:
-    """Return what the messages of a LocalSGD are averaged by, gradients and parameters, where `auto` may tell of it."""
+    """Return the aggregators of a LocalSGD's messages, gradients and parameters, where `auto` may advise one."""
     auto = auto_of(aggregator)
     if auto is None or LOCAL not in auto.allow or team.node_count == 1:
         return {}
@@ -90,27 +95,115 @@ def local_messages(aggregator: Aggregator, team: TeamShape) -> dict[str, Aggrega
     return {repr(each): each for each in (INSIDE, *(average.parameters for average in LEARNED_LOCAL))}
 
 
-def candidates(families: Sequence[Family], gradients: Gradients, optimizer: str) -> list[Option]:
-    """Return of each family the strength that `strength_of` names for the optimizer.
+# --------------------------------------------------------------------------------------- candidates of a search
 
-    gradients: flat buffers, with what lies where. Raises FloatingPointError when a gradient is not finite, or all are
-    zero: such a step tells nothing, measure another one.
+
+@dataclass(frozen=True)
+class Candidate:
+    """A strategy that may be tried; once it has a plan, also its times in that plan.
+
+    name: in reasons and tables.
+    strategy: the repr of the aggregator.
+    error: the share of the gradient's L2 norm that one encoding leaves out.
+    lossy: whether it must be clearly faster than the best exact average to be chosen.
+    steps: to a loss, over those of exact averages.
+    plan: the messages it is tried with.
+    expected_us: the expected time of a step and of its exposed part.
+    measured: None while it was not measured.
     """
-    from commopt.schedule.learning import strength_of  # only `auto` does
+
+    name: str
+    strategy: str
+    error: float = 0.0
+    lossy: bool = False
+    steps: float = 1.0
+    plan: Plan | None = None
+    expected_us: tuple[float, float] | None = None
+    measured: Measurement | None = None
+
+    @property
+    def planned(self) -> Plan:
+        """The plan of a candidate that has one."""
+        assert self.plan is not None
+        return self.plan
+
+    @property
+    def result(self) -> Measurement:
+        """The measurement of a candidate that has one."""
+        assert self.measured is not None
+        return self.measured
+
+    @property
+    def to_loss(self) -> Estimate:
+        """The time of a step, times the steps to a loss over those of exact averages."""
+        step = self.result.step
+        return Estimate(self.steps * step.value, self.steps * step.error)
+
+    @property
+    def words(self) -> str:
+        """The measured times, for a reason."""
+        return f"{self.name} takes {'nothing' if self.measured is None else self.measured}"
+
+    def __str__(self) -> str:
+        return f"{self.name}, {len(self.planned.groups)} messages"
+
+    def outcome(self, base: Measurement, costs: Costs) -> Outcome:
+        """Return its times as data. base: a measurement to predict from, where nothing was expected yet."""
+        expected_us = self.expected_us or base.expected_of(self.planned, costs)
+        outcome = Outcome(self.name, self.planned.strategy, self.error, *expected_us, steps=self.steps)
+        if self.measured is None:
+            return outcome
+        return replace(outcome, step_us=self.measured.step.value, exposed_us=self.measured.exposed.value)
+
+
+def one_of_each(allowed: Sequence[Candidates[Aggregator]], gradients: Gradients, optimizer: str) -> list[Candidate]:
+    """Return one candidate of each family: the strength that `strength_of` names for the optimizer.
+
+    A strength that encodes some gradient to no number is left out. Raises FloatingPointError when a gradient is not
+    finite, or all are zero: such a step tells nothing, measure another one.
+
+    gradients: flat buffers with their layouts.
+    """
+    from commopt.schedule.learning import strength_of  # only `auto` needs it
 
     square = sum(float(torch.linalg.vector_norm(buffer, dtype=torch.float64)) ** 2 for _, buffer in gradients)
     if not isfinite(square) or square == 0:
         what = "all gradients are zero" if square == 0 else "a gradient is not finite"
         raise FloatingPointError(f"{what}; measure another step")
-
-    def error(strength: Aggregator) -> float:
-        return sqrt(sum(strength.squared_error(layout, buffer) for layout, buffer in gradients) / square)
-
     found = []
-    for family in families:
+    for family in allowed:
         place, steps = strength_of(family.strengths, family.usual, optimizer)
         strength = family.strengths[place]
-        left_out = error(strength)
-        if isfinite(left_out):  # what encodes some gradient to no number is no candidate
-            found.append(Option(family.name, repr(strength), left_out, True, steps))
+        error = sqrt(sum(strength.squared_error(layout, buffer) for layout, buffer in gradients) / square)
+        if isfinite(error):
+            found.append(Candidate(family.family, repr(strength), error, lossy=True, steps=steps))
     return found
+
+
+def pays(before: Candidate, after: Candidate, errors: float = _SIGNIFICANT_ERRORS) -> bool:
+    """Return whether the time to a loss and exposed communication both fell by enough, and by more than noise explains.
+
+    errors: how many standard errors noise is taken to explain.
+    """
+
+    def fell(then: Estimate, now: Estimate, share: float) -> bool:
+        return then.value - now.value > max(share * then.value, errors * hypot(then.error, now.error))
+
+    exposed = fell(before.result.exposed, after.result.exposed, LEAST_SHARE)
+    return exposed and fell(before.to_loss, after.to_loss, LEAST_GAIN)
+
+
+def choose(tried: Sequence[Candidate]) -> Candidate:
+    """Return the candidate to use: the first of `tried`, unless another one pays.
+
+    A lossy one is chosen only if it pays against the best exact one.
+    """
+    chosen = tried[0]
+    for lossy in (False, True):
+        alike = [each for each in tried if each.measured is not None and each.lossy == lossy]
+        if alike and not lossy:
+            chosen = alike[0]
+        chosen = min(
+            (each for each in alike if pays(chosen, each)), key=lambda each: each.to_loss.value, default=chosen
+        )
+    return chosen

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user may ask for about buckets and tuning, and how the ranks settle on it."""
+"""The user's choices about buckets and tuning, and how the ranks agree on them."""
 
 from __future__ import annotations
 
@@ -27,10 +27,12 @@ _KINDS = ("adaptive", "ddp")
 
 @dataclass(frozen=True)
 class BucketConfig:
-    """What to do about buckets: "ddp" leaves DDP's alone, "adaptive" measures and plans, a Plan is followed as it is.
+    """The user's choices about buckets and tuning.
 
-    plan: None is "adaptive" for what tunes, else "ddp". links: prices, None to try out what messages cost.
-    tuned: what an earlier tuning came to, None to tune anew.
+    plan: "ddp" leaves DDP's buckets alone, "adaptive" measures and plans, a Plan is followed as it is. None is
+        "adaptive" for an aggregator that tunes, else "ddp".
+    links: prices of messages; None to time messages instead.
+    tuned: the result of an earlier tuning; None to tune anew.
     """
 
     plan: Plan | str | None = None
@@ -39,7 +41,7 @@ class BucketConfig:
 
     @classmethod
     def read(cls, plan: Any, links: Any, tuned: Any = None) -> BucketConfig:
-        """Check what a user passed; paths are read. Raises ConfigurationError."""
+        """Return the choices of a user, checked; paths are read. Raises ConfigurationError."""
         if links is not None:
             from commopt.cost import Links
 
@@ -52,11 +54,11 @@ class BucketConfig:
         return config
 
     def measures(self, aggregator: Aggregator) -> bool:
-        """Return whether plans are to be made for what `aggregator` averages."""
+        """Return whether plans are to be made for the messages of `aggregator`."""
         return self.plan == "adaptive" or (self.plan is None and aggregator.tunes)
 
     def settled(self, owner: str, membership: Membership) -> BucketConfig:
-        """Return what all ranks follow; collective. Of different plans rank 0's counts; what else differs raises."""
+        """Return the choices that all ranks follow; collective. Rank 0's plan counts; any other difference raises."""
         given = isinstance(self.plan, Plan)
         membership.agree(
             f"{owner} plan",
@@ -85,7 +87,7 @@ def require_strategy(plan: Plan, strategies: Mapping[str, Aggregator]) -> None:
 
 
 def require_fit(tuned: Tuned, aggregator: Aggregator, team: TeamShape) -> None:
-    """Raise ConfigurationError when an earlier tuning was of another cluster, or is for what tunes nothing."""
+    """Raise ConfigurationError when an earlier tuning was on another cluster, or the aggregator does not tune."""
     if not aggregator.tunes:
         raise ConfigurationError(
             f"tuned= is for 'auto', and the hook averages with {aggregator}; use attach(ddp, 'auto', tuned=...)"
@@ -100,8 +102,8 @@ def require_fit(tuned: Tuned, aggregator: Aggregator, team: TeamShape) -> None:
 
 _CHOICES = {
     "plan": "'adaptive', 'ddp', a commopt.Plan, or the path of one written with to_json()",
-    "links": "commopt.Links, the path of a file that `python -m commopt probe` wrote, or None to try out messages",
-    "tuned": "what HookState.tuned was, the path of a file it was saved to, or None to tune anew",
+    "links": "commopt.Links, the path of a file that `python -m commopt probe` wrote, or None to time messages",
+    "tuned": "a HookState.tuned, the path of a file it was saved to, or None to tune anew",
 }
 
 
@@ -118,7 +120,7 @@ def _given(name: str, value: Any, kind: type, load: Callable[[str | Path], Any])
 
 
 def _digest(links: Links) -> str:
-    """Return what ranks compare: all that prices depend on, whether measured just now or read from a file."""
+    """Return a digest of everything that prices depend on, for ranks to compare."""
     table = [
         (key, [tuple(map(float, astuple(segment))) for segment in curve.segments])
         for curves in (links.curves, links.work)

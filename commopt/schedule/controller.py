@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follow a plan, and where plans are made, measure, meet and adopt what rank 0 decided.
+"""Follow a plan; where plans are made: measure, synchronise, and adopt what rank 0 decided.
 
-Every rank measures in the same steps and meets after the same step; rank 0 decides there (schedule.search), and what
-it decides is what all do from the next step on. So ranks may differ in what they see and never in what they do.
+Every rank measures in the same steps and synchronises after the same step. Rank 0 decides there (schedule.search), and
+all ranks follow its decision from the next step on. So ranks may differ in what they see and never in what they do.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from enum import Enum, auto
 from typing import TYPE_CHECKING
 from weakref import ref
 
@@ -18,20 +19,20 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from commopt.aggregate import Aggregator, Flat
 from commopt.errors import ConfigurationError
-from commopt.feedback import Layout, Shadow
+from commopt.feedback import ExactSample, Layout
 from commopt.groups import Team
 from commopt.lanes import Pending
 from commopt.recording import Recorder
 from commopt.schedule import reducer
 from commopt.schedule.candidates import available, local_messages
 from commopt.schedule.config import BucketConfig, require_fit, require_strategy
-from commopt.schedule.decision import FIRST_CALENDAR, Calendar, Decision, Tuned
+from commopt.schedule.decision import FIRST_WINDOW, Decision, Tuned, Window
 from commopt.schedule.layouts import Layouts
-from commopt.schedule.measure import Measuring
-from commopt.schedule.plan import Group, Plan
+from commopt.schedule.measure import StepRecorder
+from commopt.schedule.plan import Plan
 
 if TYPE_CHECKING:
-    from commopt.schedule.sync import Meeting, Sync
+    from commopt.schedule.sync import Coordinator, SyncPoint
 
 _log = logging.getLogger("commopt")
 
@@ -39,35 +40,59 @@ _log = logging.getLogger("commopt")
 _STEPS_TO_SETTLE = 3
 # What torch asks for before it captures DDP: in the first ten iterations the reducer takes times of its own.
 _STEPS_TO_CAPTURE = 11
-# So that what falls behind is left within 50.
+# So that a strategy that falls behind is left within 50 steps.
 LOOK_EVERY_STEPS = 16
+
+
+class Phase(Enum):
+    """The phases of a Controller.
+
+    A search goes WAITING -> MEASURING -> SYNCHRONISING -> WAITING and so on. Between two windows it may go from WAITING
+    to SYNCHRONISING and back, to look at how far compressed averages are behind exact ones. It ends in IDLE if rank 0
+    fails to decide, and in FROZEN from anywhere.
+
+    IDLE: makes no plans; DDP's own buckets count, or the plan that was given.
+    WAITING: for the next window of steps to measure.
+    MEASURING: the steps of a window.
+    SYNCHRONISING: the decision is under way on the lane; the next step adopts it.
+    FROZEN: makes no plans any more.
+    """
+
+    IDLE = auto()
+    WAITING = auto()
+    MEASURING = auto()
+    SYNCHRONISING = auto()
+    FROZEN = auto()
+
+
+_PLANNING = (Phase.WAITING, Phase.MEASURING, Phase.SYNCHRONISING)
 
 
 class Controller:
     """Which buckets travel together in one registration, and by which strategy.
 
-    aggregator: averages every message of the step under way. plan: what is followed, None while DDP's own buckets are.
-    changes: how often another plan was followed from then on. tuned: what tuning has come to. frozen: whether no more
-    plans are made. pending: a meeting that is under way, set by whoever put it on the lane. optimizer: as Tuned has it.
+    phase: see Phase.
+    aggregator: averages every message of the step under way.
+    plan: is followed; None while DDP's own buckets are.
+    changes: how often the plan was changed.
+    decisions: of all synchronisation points.
+    tuned: the result of tuning.
+    optimizer: as Tuned has it.
     """
 
     def __init__(self, recorder: Recorder, layouts: Layouts) -> None:
-        self.plan: Plan | None = None
-        self.tuned: Tuned | None = None
-        self.decisions: list[Decision] = []
-        self.changes = 0
-        self.frozen = False
-        self.optimizer = ""
+        self.phase = Phase.IDLE
         self.aggregator: Aggregator = Flat()
         self.pending: Pending | None = None
         self._layouts = layouts
-        self._config = BucketConfig()
         self._team: Team | None = None
-        self._sync: Sync | None = None  # where plans are made
+        self._config = BucketConfig()
+        self._requested: Aggregator = Flat()  # which may be `auto`
         self._strategies: Mapping[str, Aggregator] = {}
-        self._measures = self._tunes = self._keeps_residuals = False
-        self._warm_from = 0
-        self._measuring = Measuring(recorder, layouts.parameters, self._first_calendar(0))
+        self._coordinator: Coordinator | None = None  # where plans are made
+        self._point: SyncPoint | None = None  # the last one
+        self._pending: Work | None = None  # its decision, on the lane
+        self._recorder = StepRecorder(recorder, layouts.parameters, self._first_window(0))
         self._buckets: list[Layout] = []  # DDP's, in the last whole step
         self._settled = False
         self._looked = False  # whether the last meeting was only to look at what the shadow knows
@@ -75,37 +100,28 @@ class Controller:
 
     # ------------------------------------------------------------------------------------- setting up
 
-    def serve(self, ddp: TorchDDP) -> None:
+    def set_model(self, ddp: TorchDDP) -> None:
         """Take note of the model, whose buckets can then be made anew where torch allows it."""
         self._of_ddp.ddp = ref(ddp)
 
     def begin(self, team: Team, aggregator: Aggregator, config: BucketConfig) -> None:
-        """Learn, before the first bucket, who averages, how, and by what plan.
+        """Set, before the first bucket, who averages, how, and by what plan.
 
         Raises as `follow`, and ConfigurationError when links were given that lack what this cluster sends. Not
         collective, but all ranks must call it, and it raises on all or none.
         """
         self._team = team
         self._config = config
+        self._requested = aggregator
         self._of_ddp.speaks = team.rank == 0
         self._strategies = available(aggregator, team)
         self.aggregator = next(iter(self._strategies.values()))
-        self._tunes = aggregator.tunes
-        self._keeps_residuals = bool(aggregator.residual_paths)
-        self._measures = config.measures(aggregator) and team.size > 1 and not self.frozen
-        if self._measures:  # loaded here: most trainings leave DDP's buckets alone
-            from commopt.schedule.calibration import require_prices
-            from commopt.schedule.sync import Sync
-
-            self._sync = Sync(team, aggregator, config)
-        if self._measures and config.links is not None:
-            priced = {**self._strategies, **local_messages(aggregator, team)}
-            require_prices(priced, self._layouts.parameters, self._layouts.whole, team, config.links)
+        if config.measures(aggregator) and team.size > 1 and self.phase is not Phase.FROZEN:
+            self._begin_planning(team)
         if aggregator.tunes and config.plan == "ddp":
             how = "flat does" if config.tuned is None else "tuned= says, and nobody watches"
             _log.warning("auto does not tune with plan='ddp': gradients are averaged as %s; leave plan= out", how)
-        self._warm_from = aggregator.start_step
-        self._measuring.start_anew(self._first_calendar(0))
+        self._recorder.restart(self._first_window(0))
         if isinstance(config.plan, Plan):
             self.follow(config.plan)
         if config.tuned is not None:
@@ -113,6 +129,17 @@ class Controller:
             self.tuned = config.tuned
             if config.tuned.plan is not None:
                 self.follow(config.tuned.plan)
+
+    def _begin_planning(self, team: Team) -> None:
+        # Loaded here: most trainings leave DDP's buckets alone.
+        from commopt.schedule.calibration import require_prices
+        from commopt.schedule.sync import Coordinator
+
+        self.phase = Phase.WAITING
+        self._coordinator = Coordinator(team, self._requested, self._config)
+        if self._config.links is not None:
+            priced = {**self._strategies, **local_messages(self._requested, team)}
+            require_prices(priced, self._layouts.parameters, self._layouts.whole, team, self._config.links)
 
     def follow(self, plan: Plan) -> None:
         """Send what `plan` says from the next step on; the same plan on every rank.
@@ -132,21 +159,24 @@ class Controller:
         self.changes += 1
 
     def restart(self, step: int, plan: Plan | None, tuned: Tuned | None, buckets: Sequence[Layout] = ()) -> None:
-        """Go on from a checkpoint after `step` steps, with its plan and tuning where plans are made and they fit.
+        """Resume from a checkpoint after `step` steps, with its plan and tuning where plans are made and they fit.
 
-        buckets: DDP's in the run that was saved. What a value is rounded to depends on its neighbours in a buffer, so
-        a resumed run takes the same way, bit by bit, if its model can be given the same ones.
+        buckets: DDP's in the run that was saved. The rounding of a value depends on its neighbours in a buffer, so a
+            resumed run is the same, bit by bit, if its model can be given the same buckets.
         """
-        self._drop_meeting()
+        self._drop_decision()
         self._settled = False
         if buckets:
             self._of_ddp.wanted = [_names(bucket) for bucket in buckets]
-        self._measuring.start_anew(self._first_calendar(step))
-        if self._sync is not None:
-            self._sync.begin_anew()
-        if self._config.plan == "adaptive" or (self._config.plan is None and self._tunes):  # also when frozen
+        self._recorder.restart(self._first_window(step))
+        if self.phase in _PLANNING:
+            self.phase = Phase.WAITING
+        if self._coordinator is not None:
+            self._coordinator.restart()
+        if self._config.measures(self._requested):  # also when frozen
             self.tuned = tuned
-            if self._tunes and not self.frozen:  # a plan that tuning has not come to was on trial
+            if self._requested.tunes and self.phase is not Phase.FROZEN:
+                # A plan that is not the result of tuning was on trial.
                 plan = None if tuned is None else tuned.plan
                 self.plan = None
                 self.aggregator = next(iter(self._strategies.values()))
@@ -158,29 +188,33 @@ class Controller:
                     self.tuned = None
                     _log.warning("the plan of the checkpoint is not followed: %s", error)
 
-    def _first_calendar(self, step: int) -> Calendar:
-        """Return when to measure first, from `step` on: not before warm-up is over, while messages are others."""
-        begin, first = max(step, self._warm_from), FIRST_CALENDAR
-        return Calendar(begin + first.measure_from, begin + first.meet_at)
+    def _first_window(self, step: int) -> Window:
+        """Return the first window from `step` on: not before warm-up is over, while messages are different."""
+        begin = max(step, self._requested.start_step)
+        return Window(begin + FIRST_WINDOW.first_step, begin + FIRST_WINDOW.last_step)
 
     def give_up(self, reason: str) -> None:
-        """Make no more plans; what is followed now stays, also if a change was decided on meanwhile.
+        """Make no more plans; the plan that is followed stays, also if a change was decided on meanwhile.
 
         Before `begin`, none is ever made.
         """
-        self.frozen = True
-        if self._measures:
-            self._measures = False
+        if self.phase in _PLANNING:
             _log.info("no more plans for the buckets: %s", reason)
-        self._drop_meeting()
-        self._measuring.stop()
+        self.phase = Phase.FROZEN
+        self._drop_decision()
+        self._recorder.stop()
 
     # ------------------------------------------------------------------------------------- asking
 
     @property
+    def frozen(self) -> bool:
+        """Whether no more plans are ever made."""
+        return self.phase is Phase.FROZEN
+
+    @property
     def watches(self) -> bool:
-        """Whether lossy averages should be compared with exact ones, for who tunes to leave those that fall behind."""
-        return self._tunes and self._keeps_residuals and not self.frozen
+        """Whether lossy averages should be compared with exact ones, for tuning to leave those that fall behind."""
+        return self._requested.tunes and bool(self._requested.residual_paths) and not self.frozen
 
     # ------------------------------------------------------------------------------------- every step
 
@@ -191,7 +225,7 @@ class Controller:
         """
         if sends:
             self.require_repeatable(step)
-        if self.pending is not None:
+        if self.phase is Phase.SYNCHRONISING:
             self._adopt()
         self._of_ddp.sees_forwards = True
         if self._of_ddp.wanted and self._layouts.parameters:  # else DDP is yet to show them
@@ -205,8 +239,8 @@ class Controller:
         self.require_repeatable(step)
         if self.pending is not None:
             self._adopt()
-        if self._measures:
-            self._measuring.begin_step(step)
+        if self.phase in _PLANNING:
+            self._recorder.begin_step(step)
 
     def end_step(
         self,
@@ -215,9 +249,9 @@ class Controller:
         buckets: list[Layout],
         gradients: Sequence[Tensor],
         overhead_us: float,
-        shadow: Shadow | None = None,
-    ) -> Meeting | None:
-        """Return the meeting that is due after `step`, to be put on the lane by every rank; None if none is.
+        shadow: ExactSample | None = None,
+    ) -> SyncPoint | None:
+        """Return the synchronisation point that is due after `step`, None if none is.
 
         buckets, gradients: those of the step, in order.
         overhead_us: what the hook costs the host for each bucket. shadow: see Meeting.
@@ -226,23 +260,22 @@ class Controller:
         self._buckets = buckets
         if self._of_ddp.wanted and self._of_ddp.say_why_not() and self._of_ddp.sees_forwards:
             self._of_ddp.wanted = ()  # a rank without data, in join(), has seen no forward yet
-        if not self._measures:
+        if self.phase not in _PLANNING:
             return None
-        self._measuring.end_step(step, device)
-        calendar = self._measuring.calendar
-        between = step + 1 < calendar.measure_from and shadow is not None and not self.aggregator.lossless
-        looks = between and shadow is not None and (step + 1 - shadow.first_step) % LOOK_EVERY_STEPS == 0
-        if not looks and not calendar.meets(step):
+        self._recorder.end_step(step, device)
+        if step + 1 >= self._recorder.window.first_step:
+            self.phase = Phase.MEASURING
+        looks = self.phase is Phase.WAITING
+        if not (self._is_time_to_look(step, shadow) if looks else self._recorder.window.ends_with(step)):
             return None
-        self._looked = looks
-        assert self._sync is not None  # begun
+        assert self._coordinator is not None  # begun
         self._of_ddp.say_why_not()
-        from commopt.schedule.sync import Meeting
+        from commopt.schedule.sync import SyncPoint
 
-        return Meeting(
-            sync=self._sync,
+        self._point = SyncPoint(
+            coordinator=self._coordinator,
             step=step,
-            measuring=self._measuring,
+            recorder=self._recorder,
             strategy=next(iter(self._strategies)) if self.plan is None else self.plan.strategy,
             gradients=list(zip(self._buckets, gradients, strict=True)),
             settled=self._settled,
@@ -253,12 +286,24 @@ class Controller:
             looks=looks,
             optimizer=self.optimizer,
         )
+        return self._point
+
+    def _is_time_to_look(self, step: int, shadow: ExactSample | None) -> bool:
+        """Return whether all ranks look after `step` at how far compressed averages are behind."""
+        if shadow is None or self.aggregator.lossless:
+            return False
+        return (step + 1 - shadow.first_step) % LOOK_EVERY_STEPS == 0
+
+    def synchronise(self, pending: Work) -> None:
+        """Adopt the decision of the last synchronisation point before the next step. pending: it, on the lane."""
+        self._pending = pending
+        self.phase = Phase.SYNCHRONISING
 
     def require_repeatable(self, step: int) -> None:
         """Raise ConfigurationError when `step` is captured in a CUDA graph and is not what all later ones will be."""
         if not reducer.is_capturing():
             return
-        if self._measures:
+        if self.phase in _PLANNING:
             raise ConfigurationError(
                 f"step {step} is captured in a CUDA graph while other buckets may yet be planned; call state.freeze() "
                 f"on every rank and take {_STEPS_TO_SETTLE} more steps before"
@@ -272,37 +317,43 @@ class Controller:
         self.aggregator.check_capture(step, self._team)
 
     def _adopt(self) -> None:
-        """Do what the last meeting decided."""
-        assert self.pending is not None
-        self.pending.wait()
-        assert self._sync is not None  # which decided
-        decision = self._sync.decision
-        if self._looked and decision is (self.decisions[-1] if self.decisions else None):  # and nothing was wrong
-            self.pending = None
-            return
-        self._measuring.stop()
-        if decision is None:
-            self._measures = False
-        else:
-            self._measuring.calendar = decision.calendar
-            if decision.plan is not None:
-                self._follow(decision.plan)
-            elif self.plan is not None:
-                self.plan = decision.updated(self.plan)
-            self.decisions.append(decision)
-            self.tuned = decision.tuned or self.tuned
-            if self._sync.is_leader:
-                _log.info("after step %d: %s", self._sync.step, decision.reason)
-                if decision.warning:
-                    _log.warning("%s", decision.warning)
-        self.pending = None  # only now: after Ctrl-C above this rank would go another way than the others
+        """Do what was decided at the last synchronisation point."""
+        assert self._pending is not None
+        assert self._point is not None
+        self._pending.wait()
+        decision = self._point.coordinator.decision
+        if decision is not None:
+            self._recorder.stop()
+            self._apply(decision, self._point.coordinator)
+            phase = Phase.WAITING
+        elif self._point.looks:  # and nothing was wrong
+            phase = Phase.WAITING
+        else:  # rank 0 could not decide
+            self._recorder.stop()
+            phase = Phase.IDLE
+        # Only now: after Ctrl-C above this rank would otherwise go another way than the others.
+        self.phase = phase
+        self._point = self._pending = None
 
-    def _drop_meeting(self) -> None:
-        """Let a meeting that is under way end without consequences."""
-        if self.pending is not None:
-            self.pending.wait()
-            self.pending = None
+    def _apply(self, decision: Decision, coordinator: Coordinator) -> None:
+        self._recorder.window = decision.window
+        if decision.plan is not None:
+            self._follow(decision.plan)
+        elif self.plan is not None:
+            self.plan = decision.updated(self.plan)
+        self.decisions.append(decision)
+        self.tuned = decision.tuned or self.tuned
+        if coordinator.is_leader:
+            _log.info("after step %d: %s", coordinator.step, decision.reason)
+            if decision.warning:
+                _log.warning("%s", decision.warning)
+
+    def _drop_decision(self) -> None:
+        """Let a decision that is under way end without consequences."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._point = self._pending = None
 
 
-def _names(*buckets: Layout) -> Group:
+def _names(*buckets: Layout) -> tuple[str, ...]:
     return tuple(piece.name for bucket in buckets for piece in bucket.pieces)

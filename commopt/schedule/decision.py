@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What rank 0 tells the others: when to measure, what to follow, what tuning has come to."""
+"""Data that rank 0 sends to the others: which steps to measure, which plan to follow, the result of tuning."""
 
 from __future__ import annotations
 
@@ -15,51 +15,51 @@ _FORMAT = 2
 
 
 @dataclass(frozen=True)
-class Calendar:
-    """Steps measure_from..meet_at are measured; after the last of them rank 0 decides. Steps count from 0."""
+class Window:
+    """The steps that are measured; after the last of them the ranks synchronise, and rank 0 decides.
 
-    measure_from: int
-    meet_at: int
+    first_step: the first of them; steps count from 0.
+    last_step: the last of them.
+    """
+
+    first_step: int
+    last_step: int
 
     def __post_init__(self) -> None:
-        require_whole(self.measure_from, 0, "calendar: measure_from")
-        require_whole(self.meet_at, 0, "calendar: meet_at")
-        if self.measure_from > self.meet_at:
+        require_whole(self.first_step, 0, "window: first_step")
+        require_whole(self.last_step, 0, "window: last_step")
+        if self.first_step > self.last_step:
             raise ConfigurationError(
-                f"calendar: measures from step {self.measure_from}, but meets after step {self.meet_at}; "
-                f"measure_from must not be later"
+                f"window: it begins with step {self.first_step} and ends with step {self.last_step}; first_step must "
+                f"not be later"
             )
 
-    def meets(self, step: int) -> bool:
-        """Return whether the ranks meet when `step` is done."""
-        return step >= self.meet_at
+    @classmethod
+    def ending_with(cls, last_step: int) -> Window:
+        """Return the window of usual length that ends with a step."""
+        return cls(last_step - WINDOW_STEPS + 1, last_step)
+
+    def ends_with(self, step: int) -> bool:
+        """Return whether the window is over when `step` is done."""
+        return step >= self.last_step
 
 
 WINDOW_STEPS = 7
-FIRST_CALENDAR = Calendar(3, 3 + WINDOW_STEPS - 1)  # DDP makes its buckets anew after the first step
+FIRST_WINDOW = Window(3, 3 + WINDOW_STEPS - 1)  # DDP makes its buckets anew after the first step
 
 
 @dataclass(frozen=True)
-class Option:
-    """A strategy to choose from; error: the share of the gradient's L2 norm that one encoding leaves out.
+class Outcome:
+    """The predicted and the measured times of a candidate, as a user sees and saves them.
 
-    lossy: whether it is only worth its error where it pays against what is exact. steps: to a loss, over those of exact
-    averages.
-    """
-
-    name: str
-    strategy: str
-    error: float = 0.0
-    lossy: bool = False
-    steps: float = 1.0
-
-
-@dataclass(frozen=True)
-class Tried:
-    """One candidate: what was predicted of a step, and what was measured; None where it was not tried.
-
-    error: the share of the gradient's L2 norm that one encoding leaves out, 0 for an exact average. steps: to a loss,
-    over those of exact averages, as measured with the optimizer (commopt/schedule/learning.py).
+    name: of the candidate.
+    strategy: the repr of the aggregator.
+    error: the share of the gradient's L2 norm that one encoding leaves out, 0 for an exact average.
+    predicted_step_us: the time of a step.
+    predicted_exposed_us: the part of it after the last gradient.
+    step_us: the measured time of a step; None if the candidate was not tried.
+    exposed_us: the measured part of it after the last gradient.
+    steps: to a loss, over those of exact averages, as measured with the optimizer (commopt/schedule/learning.py).
     """
 
     name: str
@@ -74,19 +74,23 @@ class Tried:
 
 @dataclass(frozen=True)
 class Tuned:
-    """The outcome of tuning; `save` it, commit it, and pass it to attach(ddp, "auto", tuned=...) next time.
+    """The result of tuning; `save` it, commit it, and pass it to attach(ddp, "auto", tuned=...) next time.
 
-    name: of what is used, one of `considered`, whose first entry is what ran before.
-    allow: the families that were allowed. nodes: ranks on each node. steps: how many it took.
-    plan: what is followed; None where DDP's own buckets are, by an exact average.
-    reason: why it is used. optimizer: "adamw" for any that is like Adam, "sgd" for others; "" where none was known.
+    name: of the candidate that is used, one of `considered`.
+    allow: the families that were allowed.
+    nodes: ranks on each node.
+    steps: for how many steps the search lasted.
+    considered: all candidates; the first one ran before.
+    plan: the plan that is followed; None for an exact average in DDP's own buckets.
+    reason: why the candidate is used.
+    optimizer: "adamw" for any that is like Adam, "sgd" for others; "" where none was known.
     """
 
     name: str
     allow: tuple[str, ...]
     nodes: tuple[int, ...]
     steps: int
-    considered: tuple[Tried, ...]
+    considered: tuple[Outcome, ...]
     plan: Plan | None
     reason: str
     optimizer: str = ""
@@ -96,21 +100,21 @@ class Tuned:
         require_whole(self.steps, 0, "tuned: steps")
         for ranks in self.nodes:
             require_whole(ranks, 1, "tuned: ranks of a node")
-        if self.name not in [tried.name for tried in self.considered]:
+        if self.name not in [outcome.name for outcome in self.considered]:
             raise ConfigurationError(f"tuned: {self.name!r} is used, but it is none of those considered")
 
     @property
-    def used(self) -> Tried:
-        """What is used now."""
-        return next(tried for tried in self.considered if tried.name == self.name)
+    def used(self) -> Outcome:
+        """The outcome of the candidate that is used now."""
+        return next(outcome for outcome in self.considered if outcome.name == self.name)
 
     def to_json(self) -> str:
-        """Return a text from which `from_json` makes an equal outcome."""
+        """Return a text from which `from_json` makes an equal result."""
         return json.dumps({"format": _FORMAT, **asdict(self)}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Tuned:
-        """Read what `to_json` wrote; raises ConfigurationError for anything else."""
+        """Read a text of `to_json`; raises ConfigurationError for anything else."""
         tuned: Tuned = read_as(cls, load(text, "tuned", _FORMAT), "tuned")
         return tuned
 
@@ -120,7 +124,7 @@ class Tuned:
 
     @classmethod
     def load(cls, path: str | Path) -> Tuned:
-        """Read what `save` wrote. Raises ConfigurationError, naming what is wrong, for anything else."""
+        """Read a file of `save`. Raises ConfigurationError, naming the fault, for anything else."""
         text = read_text(path)
         try:
             return cls.from_json(text)
@@ -130,19 +134,23 @@ class Tuned:
 
 @dataclass(frozen=True)
 class Decision:
-    """What rank 0 tells the others at a meeting: a plan from the next step on, or None to go on; and the next dates.
+    """The decision of rank 0 at a synchronisation point, which all ranks follow.
 
-    predicted: without a plan, what is now expected of the one that goes on; nothing else of that plan changes.
-    tuned: what tuning has come to, if it has now. try_out: whether to try out what messages cost before the next one.
-    warning: what the user can do about it, said once.
+    plan: to follow from the next step on; None to keep the one that is followed.
+    window: the next steps to measure.
+    reason: why, for the log.
+    predicted: without a plan, the new prediction of the one that is kept; nothing else of that plan changes.
+    tuned: the result of tuning, if there is a new one.
+    retime: whether to time messages again before the next decision.
+    warning: advice to the user, logged once.
     """
 
     plan: Plan | None
-    calendar: Calendar
+    window: Window
     reason: str
     predicted: Prediction | None = None
     tuned: Tuned | None = None
-    try_out: bool = False
+    retime: bool = False
     warning: str = ""
 
     def __post_init__(self) -> None:
@@ -151,9 +159,9 @@ class Decision:
             raise ConfigurationError("decision: a plan and a prediction; give one, a plan brings its own")
 
     def updated(self, running: Plan) -> Plan:
-        """Return the plan that goes on, with the prediction that holds from now on.
+        """Return the plan that is kept, with the prediction that holds from now on.
 
-        One that DDP's buckets do not follow keeps its own: what is predicted has other messages.
+        A plan that DDP's buckets do not follow keeps its own: the new prediction is of other messages.
         """
         if self.predicted is None or len(self.predicted.group_finish_us) != len(running.groups):
             return running
@@ -165,6 +173,6 @@ class Decision:
 
     @classmethod
     def from_json(cls, text: str) -> Decision:
-        """Read what `to_json` wrote; raises ConfigurationError for anything else."""
+        """Read a text of `to_json`; raises ConfigurationError for anything else."""
         decision: Decision = read_as(cls, load(text, "decision", _FORMAT), "decision")
         return decision

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was decided, in words."""
+"""Decisions in words."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from commopt.aggregate import Aggregator
 from commopt.aggregate.auto import LOCAL
 from commopt.display import aligned
-from commopt.schedule.decision import Decision, Tried, Tuned
-from commopt.schedule.estimate import LEAST_GAIN, ms
+from commopt.schedule.decision import Decision, Outcome, Tuned
+from commopt.schedule.measurement import LEAST_GAIN, ms
 from commopt.schedule.plan import Plan
 
 _COLUMNS = ("candidate", "leaves out", "steps to a loss", "step", "exposed", "expected", "")
@@ -17,10 +17,10 @@ _SLOW = 0.5  # of a step, where that much of it is communication that nothing hi
 
 
 def explain(aggregator: Aggregator | None, tuned: Tuned | None, decisions: Sequence[Decision]) -> str:
-    """Return what is used, what it was compared with, what each message does, and the last decision if any is taken."""
-    lines = [f"asked for: {aggregator if aggregator is not None else 'what the hook stands for'}"]
+    """Return the candidate in use, the ones it was compared with, the messages of a step, and the last decision."""
+    lines = [f"asked for: {aggregator if aggregator is not None else 'the preset of the hook'}"]
     if tuned is not None:
-        table = aligned(_COLUMNS, [_row(tried, tuned) for tried in tuned.considered], left=len(_COLUMNS))
+        table = aligned(_COLUMNS, [_row(outcome, tuned) for outcome in tuned.considered], left=len(_COLUMNS))
         known = tuned.optimizer or "not known, so that the worse of SGD and AdamW counts"
         lines += [
             f"used: {tuned.reason}",
@@ -37,27 +37,27 @@ def explain(aggregator: Aggregator | None, tuned: Tuned | None, decisions: Seque
     return "\n".join(lines).rstrip()
 
 
-def _row(tried: Tried, tuned: Tuned) -> tuple[str, ...]:
-    mark = "used" if tried.name == tuned.name else "" if tried.step_us is not None else "not tried"
-    if _is_local(tried):
+def _row(outcome: Outcome, tuned: Tuned) -> tuple[str, ...]:
+    mark = "used" if outcome.name == tuned.name else "" if outcome.step_us is not None else "not tried"
+    if _is_local(outcome):
         mark = "never switched to"
     return (
-        tried.name,
-        f"{tried.error:.1%}" if tried.error else "other nodes, in between" if _is_local(tried) else "nothing",
-        f"x {tried.steps:.2f}",
-        "" if tried.step_us is None else ms(tried.step_us),
-        "" if tried.exposed_us is None else ms(tried.exposed_us),
-        f"{ms(tried.predicted_step_us)}, {ms(tried.predicted_exposed_us)} exposed",
+        outcome.name,
+        f"{outcome.error:.1%}" if outcome.error else "other nodes, in between" if _is_local(outcome) else "nothing",
+        f"x {outcome.steps:.2f}",
+        "" if outcome.step_us is None else ms(outcome.step_us),
+        "" if outcome.exposed_us is None else ms(outcome.exposed_us),
+        f"{ms(outcome.predicted_step_us)}, {ms(outcome.predicted_exposed_us)} exposed",
         mark,
     )
 
 
-def _is_local(tried: Tried) -> bool:
-    return tried.strategy.startswith("LocalSGD(")
+def _is_local(outcome: Outcome) -> bool:
+    return outcome.strategy.startswith("LocalSGD(")
 
 
 def _advice(tuned: Tuned) -> list[str]:
-    """Say what `auto` cannot choose: another optimizer, on a slow link where this is like Adam; and a LocalSGD."""
+    """Advise what `auto` cannot choose: local SGD, and another optimizer if this one is like Adam on a slow link."""
     said = _advice_of_local(tuned) if LOCAL in tuned.allow else []
     exact = [each for each in tuned.considered if not each.error and each.step_us]
     shares = [(each.exposed_us or 0.0) / each.step_us for each in exact if each.step_us]
@@ -70,7 +70,7 @@ def _advice(tuned: Tuned) -> list[str]:
 
 
 def _advice_of_local(tuned: Tuned) -> list[str]:
-    """Compare the time to a loss of the best LocalSGD, by prices, with that of what is used."""
+    """Compare the time to a loss of the best local SGD, by prices, with that of the candidate in use."""
     local = [each for each in tuned.considered if _is_local(each)]
     if not local:
         why = "there is one node" if len(tuned.nodes) < 2 else "how they learn was measured with AdamW only"

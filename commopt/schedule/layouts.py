@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which parameters lie in a bucket, by name."""
+"""The parameters in a bucket, by name."""
 
 from __future__ import annotations
 
@@ -22,13 +22,17 @@ _log = logging.getLogger("commopt")
 
 T = TypeVar("T")
 
-_COMPILED = "_orig_mod"  # what torch.compile calls the module inside of its own
+_COMPILED = "_orig_mod"  # torch.compile's name of the module inside its own
 
 
 class Layouts:
-    """Layouts of DDP's buckets; parameters are called as in `module`, or "parameter N" in the order they come by.
+    """Layouts of DDP's buckets.
 
-    A parameter of a compiled module is called as in the plain one, one that is shared by the first of its names.
+    Parameters have their names in `module`, or "parameter N" in the order in which DDP shows them. A parameter of a
+    compiled module has its name in the plain one, a shared parameter the first of its names.
+
+    numels: elements of each parameter, by name.
+    parameters: by name.
     """
 
     def __init__(self, module: nn.Module | None) -> None:
@@ -61,7 +65,7 @@ class Layouts:
         return self._known[key]
 
     def resolved(self, aggregator: T) -> T:
-        """Return `aggregator`, or what else has `dense`, with patterns that know a shared parameter by all its names.
+        """Return `aggregator`, or anything with `dense`, whose patterns match a shared parameter by any of its names.
 
         Patterns that match nothing are warned of, on every rank: not all launchers show the first one's log.
         """
@@ -103,7 +107,7 @@ class Layouts:
         self._expected = numels
 
     def require_expected(self) -> None:
-        """Raise ConfigurationError if a checkpoint was of other parameters; asked when all have been seen."""
+        """Raise ConfigurationError if a checkpoint was of other parameters; call it when all have been seen."""
         if self._expected is not None:
             expected, self._expected = self._expected, None
             require_same_parameters(expected, self.numels)
@@ -128,7 +132,7 @@ class Layouts:
 
 
 def _ignored_by_ddp(module: nn.Module) -> set[Tensor]:
-    """Return the parameters that DDP was told to leave out, by the names it gives them (".weight" of the root)."""
+    """Return the parameters that DDP ignores on request, by the names it gives them (".weight" of the root)."""
     names = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     owners = module.named_modules() if names else ()
     return {
@@ -147,7 +151,7 @@ def _stored_shape(parameter: Tensor) -> tuple[int, ...]:
 
 
 def require_same_parameters(saved: Mapping[str, int], current: Mapping[str, int]) -> None:
-    """Raise ConfigurationError that names the parameters which differ; there is nothing to compare with when none."""
+    """Raise ConfigurationError that names the parameters which differ. Without `current`, nothing is compared."""
     if not current or saved == current:
         return
     differences = {
@@ -159,8 +163,8 @@ def require_same_parameters(saved: Mapping[str, int], current: Mapping[str, int]
             if saved[name] != current[name]
         ],
     }
-    told = "; ".join(f"{what}: {', '.join(names)}" for what, names in differences.items() if names)
+    listed = "; ".join(f"{what}: {', '.join(names)}" for what, names in differences.items() if names)
     raise ConfigurationError(
-        f"the checkpoint's residuals belong to another model; {told}. Load it into the model it was made with, or "
+        f"the checkpoint's residuals belong to another model; {listed}. Load it into the model it was made with, or "
         f"start without it"
     )

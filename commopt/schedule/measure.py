@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When gradients were ready and messages ran: recorded on every rank in the steps that count, and put together."""
+"""When gradients were ready and messages ran: recorded on every rank in a window of steps, then put together."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from torch import Tensor
 
 from commopt.groups import Team, gather_bytes
 from commopt.recording import Mark, Recorder, StepRecord, clock_for
-from commopt.schedule.decision import Calendar
+from commopt.schedule.decision import Window
 from commopt.schedule.plan import Unit
 
 Times = npt.NDArray[np.float64]
 
 
-class Readiness:
-    """Times at which gradients were accumulated last before each step's last bucket.
+class GradientTimes:
+    """The times at which gradients were accumulated last before each step's last bucket.
 
-    A gradient hook costs a microsecond or two, so there are none but between `start` and `stop`. The parameters hold
-    the hooks and with them this, so this must not hold the parameters: no collector sees through autograd's side.
+    A gradient hook costs a microsecond or two, so hooks exist only between `start` and `stop`. The parameters hold the
+    hooks and these hold this object, so it must not hold the parameters: no collector sees through autograd's side.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -34,7 +34,7 @@ class Readiness:
         self._steps: dict[int, dict[str, Mark]] = {}
 
     def start(self, parameters: Mapping[str, Tensor]) -> None:
-        """Begin to take times of `parameters`, but for those that are frozen now."""
+        """Begin to take times of `parameters`, except those that are frozen now."""
         for name, parameter in parameters.items():
             if parameter.requires_grad:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(self._marker(name)))
@@ -47,45 +47,45 @@ class Readiness:
         return note
 
     def end_step(self, step: int) -> None:
-        """Note that all gradients of `step` are there; what is not has no gradient in it."""
+        """Note that all gradients of `step` are there; a parameter without a time has none in this step."""
         if self._handles:
             self._steps[step], self._marks = self._marks, {}
 
     def stop(self) -> None:
-        """Remove the hooks, and forget."""
+        """Remove the hooks, and forget the times."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
         self._steps = {}
 
     def times_us(self) -> dict[int, dict[str, float]]:
-        """Return by step and name when gradients were ready, in microseconds; waits for the device."""
+        """Return the times by step and name, in microseconds; waits for the device."""
         steps = {step: marks for step, marks in self._steps.items() if marks}
         times = self._clock.times_us([list(marks.values()) for marks in steps.values()])
         return {step: dict(zip(steps[step], values, strict=True)) for step, values in zip(steps, times, strict=True)}
 
 
-class Measuring:
-    """Switches the recorder and the gradient hooks on and off, as `calendar` has it; steps count from 0."""
+class StepRecorder:
+    """Switches the recorder and the gradient hooks on and off, for the steps of a window."""
 
-    def __init__(self, recorder: Recorder, parameters: Mapping[str, Tensor], calendar: Calendar) -> None:
-        self.calendar = calendar
+    def __init__(self, recorder: Recorder, parameters: Mapping[str, Tensor], window: Window) -> None:
+        self.window = window
         self._recorder = recorder
         self._parameters = parameters
-        self._readiness: Readiness | None = None
+        self._gradients: GradientTimes | None = None
 
     def begin_step(self, step: int) -> None:
-        """Record `step` if it is measured or the one before that: the measured ones begin where it ends."""
-        if step + 1 >= self.calendar.measure_from:
+        """Record `step` if it is in the window, or the one before it, where the first measured step begins."""
+        if step + 1 >= self.window.first_step:
             self._recorder.enabled = True
 
     def end_step(self, step: int, device: torch.device) -> None:
-        """Note that all gradients of `step` are there, on `device`; take times of the next if it is measured."""
-        if self._readiness is not None:
-            self._readiness.end_step(step)
-        elif self.calendar.measure_from <= step + 1 <= self.calendar.meet_at:
-            self._readiness = Readiness(device)
-            self._readiness.start(self._parameters)
+        """Note that all gradients of `step` are there, on `device`; take times of the next one if it is measured."""
+        if self._gradients is not None:
+            self._gradients.end_step(step)
+        elif self.window.first_step <= step + 1 <= self.window.last_step:
+            self._gradients = GradientTimes(device)
+            self._gradients.start(self._parameters)
 
     def records(self) -> dict[int, StepRecord]:
         """Return the recorded steps by number; waits for the device."""
@@ -93,29 +93,33 @@ class Measuring:
 
     def ready_us(self) -> dict[int, dict[str, float]]:
         """Return by step and parameter when gradients were ready, in microseconds; waits for the device."""
-        return {} if self._readiness is None else self._readiness.times_us()
+        return {} if self._gradients is None else self._gradients.times_us()
 
     def stop(self) -> None:
-        """Measure no more, until the calendar says so again."""
+        """Measure no more, until the next window."""
         self._recorder.enabled = self._recorder.always
-        if self._readiness is not None:
-            self._readiness.stop()
-            self._readiness = None
+        if self._gradients is not None:
+            self._gradients.stop()
+            self._gradients = None
 
-    def start_anew(self, calendar: Calendar) -> None:
-        """Forget what was measured, and go by another calendar, which may count steps from another number."""
+    def restart(self, window: Window) -> None:
+        """Forget all measurements, and go by another window, which may count steps from another number."""
         self.stop()
         self._recorder.clear()
-        self.calendar = calendar
+        self.window = window
 
 
 @dataclass(frozen=True)
-class StepTimes:
-    """Times of the last rank that knows, one row for each step, NaN where none does; microseconds, on one clock.
+class StepTable:
+    """The latest times over the ranks, a row for each step, in microseconds on one clock; NaN where no rank has one.
 
-    begin_us: when the step before was reduced. ready_us: a column for each unit.
-    started_us, finished_us: a column for each message, in the order of the lane. It could start, on a rank, when its
-    last gradient was ready and the one before had finished there; `started_us` is when it could on the last rank.
+    A message could start on a rank when its last gradient was ready and the message before it had finished there.
+
+    begin_us: when the step before was reduced.
+    compute_end_us: when the last gradient was ready.
+    started_us: when each message could start on the last rank, in the order of the lane.
+    finished_us: when each message finished, in the order of the lane.
+    ready_us: when each unit was ready.
     """
 
     begin_us: Times  # [steps]
@@ -130,7 +134,7 @@ class StepTimes:
         return np.concatenate([*columns, self.ready_us], axis=1)
 
     @classmethod
-    def of_table(cls, table: Times, messages: int) -> StepTimes:
+    def of_table(cls, table: Times, messages: int) -> StepTable:
         """Take the columns of `table` apart."""
         started, finished, ready = np.split(table[:, 2:], [messages, 2 * messages], axis=1)
         return cls(table[:, 0], table[:, 1], started, finished, ready)
@@ -142,17 +146,20 @@ def own_times(
     steps: Sequence[int],
     units: Sequence[Unit],
     messages: int,
-) -> StepTimes:
+) -> StepTable:
     """Return this rank's own times of `steps`, on its own clock.
 
-    records: the recorded steps, and the one before the first. ready_us: by step and parameter. A unit is ready with the
-    last of its parameters. messages: in the last step. A step that was not recorded, or went otherwise than the last,
-    is NaN throughout.
+    A unit is ready with the last of its parameters. A step is NaN throughout if it was not recorded, or had other
+    messages than the last one.
+
+    records: the recorded steps, and the one before the first.
+    ready_us: by step and parameter.
+    messages: their number in the last step.
     """
     table = np.full((len(steps), 2 + 2 * messages + len(units)), np.nan)
     last = records.get(steps[-1])
     if last is None or len(last.messages) != messages:
-        return StepTimes.of_table(table, messages)
+        return StepTable.of_table(table, messages)
     for row, step in enumerate(steps):
         record, before = records.get(step), records.get(step - 1)
         if record is None or before is None or record.layout != last.layout:
@@ -168,14 +175,14 @@ def own_times(
             *finished_us,
             *(max((known.get(name, np.nan) for name in unit.names), default=np.nan) for unit in units),
         ]
-    return StepTimes.of_table(table, messages)
+    return StepTable.of_table(table, messages)
 
 
-def latest(team: Team, own: StepTimes) -> StepTimes:
-    """Return the latest times of all ranks.
+def latest(team: Team, own: StepTable) -> StepTable:
+    """Return the latest times over all ranks; collective, on a lane.
 
-    Right on the team's first rank, the others get those of a part. Collective, on a lane. A collective can begin when
-    the last rank is ready for it, which is why the latest times count.
+    Only the team's first rank gets those of all; the others get the latest of some. The latest times count because a
+    collective can begin only when the last rank is ready for it.
     """
     from commopt.timeline import measure_offsets
 
@@ -184,7 +191,7 @@ def latest(team: Team, own: StepTimes) -> StepTimes:
         if level is not None:
             parts = gather_bytes(level, table.tobytes())
             table = np.fmax.reduce([np.frombuffer(part).reshape(table.shape) for part in parts])
-    times = StepTimes.of_table(table, own.started_us.shape[1])
-    # DDP takes a gradient that no rank has used in a step to be there from the start.
+    times = StepTable.of_table(table, own.started_us.shape[1])
+    # A gradient that no rank has used in a step is there from the start, for DDP.
     unused = np.isnan(times.ready_us)
     return replace(times, ready_us=np.where(unused, times.begin_us[:, None], times.ready_us))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which gradients travel together, and by which strategy: plain data that rank 0 makes and every rank follows."""
+"""Which gradients travel together, and by which strategy: data that rank 0 makes and every rank follows."""
 
 from __future__ import annotations
 
@@ -8,29 +8,24 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
-from typing import TYPE_CHECKING
 
 from commopt.document import load, read_as, require_text, require_time, require_whole
 from commopt.errors import ConfigurationError
 
-if TYPE_CHECKING:
-    from commopt.schedule.prices import Costs
-
 _FORMAT = 2
-
-Group = tuple[str, ...]
-"""Names of the parameters whose gradients are one message, in the order in which they lie in it."""
 
 
 @dataclass(frozen=True)
 class Unit:
     """The smallest thing that a plan can move: one gradient, or one of DDP's buckets where these have to stay.
 
-    ready_us: from the beginning of the step, on the slowest rank.
-    dtype: only units of equal dtype share a message; any text that tells apart what cannot lie in one buffer.
+    names: its parameters.
+    nbytes: of their gradients together.
+    ready_us: when they are, from the beginning of the step, on the slowest rank.
+    dtype: only units of equal dtype share a message. Any text that differs where units cannot lie in one buffer.
     """
 
-    names: Group
+    names: tuple[str, ...]
     nbytes: int
     ready_us: float
     dtype: str
@@ -44,10 +39,13 @@ class Unit:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a step is expected to take, from its beginning; `group_finish_us` in the order of the plan's groups.
+    """The expected times of a step, from its beginning.
 
-    compute_us: when the last gradient is ready. exposed_us: from then to finish_us.
-    communication_us: how long the lane is busy.
+    compute_us: when the last gradient is ready.
+    finish_us: when the step is done.
+    exposed_us: from the last gradient to the end.
+    communication_us: for how long the lane is busy.
+    group_finish_us: when each message is done, in the order of the plan's groups.
     """
 
     compute_us: float
@@ -57,32 +55,19 @@ class Prediction:
     group_finish_us: tuple[float, ...]
 
 
-def simulate(units: Sequence[Unit], groups: Sequence[Group], strategy: str, costs: Costs) -> Prediction:
-    """Predict a step whose messages, `groups` of whole units, take one lane one after the other."""
-    home = {name: unit for unit in units for name in unit.names}
-    finish_us, free_us, communication_us = [], 0.0, 0.0
-    for group in groups:
-        unknown = [name for name in group if name not in home]
-        if unknown:
-            raise ConfigurationError(f"simulate: {unknown[0]!r} is in a group but in no unit; give the units of all")
-        members = list({home[name].names: home[name] for name in group}.values())
-        lane_us = costs.lane_us(sum(unit.nbytes for unit in members), strategy)
-        free_us = max(free_us, *(unit.ready_us for unit in members)) + lane_us
-        communication_us += lane_us
-        finish_us.append(free_us)
-    compute_us = max(unit.ready_us for unit in units)
-    exposed_us = max(0.0, free_us - compute_us)
-    return Prediction(compute_us, max(free_us, compute_us), exposed_us, communication_us, tuple(finish_us))
-
-
 @dataclass(frozen=True)
 class Plan:
-    """Groups of parameters in the order of backward, the strategy that averages all of them, and what is expected.
+    """Which gradients travel together, and the strategy that averages all of them.
 
-    strategy: the repr of an aggregator. Raises ConfigurationError when a name occurs twice.
+    Raises ConfigurationError when a name occurs twice.
+
+    groups: names of parameters, a group for each message, in the order in which they lie in it.
+    strategy: the repr of an aggregator.
+    origin: "given", "found" (DDP's own buckets), or "measured".
+    predicted: the expected times of a step.
     """
 
-    groups: tuple[Group, ...]
+    groups: tuple[tuple[str, ...], ...]
     strategy: str
     origin: str = "given"
     predicted: Prediction | None = None
@@ -104,13 +89,13 @@ class Plan:
             )
 
     @property
-    def names(self) -> Group:
+    def names(self) -> tuple[str, ...]:
         """Every parameter, group by group."""
         return tuple(name for group in self.groups for name in group)
 
     @property
     def contents(self) -> tuple[frozenset[frozenset[str]], str]:
-        """What tells plans apart, whatever the order of their groups and of the parameters in these."""
+        """Equal for plans that differ only in the order of groups and of the parameters in them."""
         return frozenset(map(frozenset, self.groups)), self.strategy
 
     def require_names(self, names: Iterable[str]) -> None:
@@ -125,7 +110,7 @@ class Plan:
             raise ConfigurationError(f"plan: made for other parameters: {'; '.join(differences)}; make a new plan")
 
     def digest(self) -> str:
-        """Return the SHA-256 of what ranks must agree on: groups and strategy, not origin and prediction."""
+        """Return the SHA-256 of groups and strategy, which ranks must agree on, without origin and prediction."""
         agreed = {"groups": self.groups, "strategy": self.strategy}
         return sha256(json.dumps(agreed, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
@@ -135,7 +120,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Read what `to_json` wrote; raises ConfigurationError for anything else."""
+        """Read a text of `to_json`; raises ConfigurationError for anything else."""
         plan: Plan = read_as(cls, load(text, "plan", _FORMAT), "plan")
         return plan
 

@@ -7,7 +7,7 @@ all its units), C_j the bytes of the first j. A message of the units i+1..j keep
 and the first j units are reduced, at best, at
     F(0) = 0,    F(j) = min over i < j of  max(F(i), r_j) + f(i, j),
 over those i that leave a message of one dtype and at most max_bytes. F(n) is the least finish time of all 2^(n-1)
-partitions: what follows a prefix is never later because the prefix is earlier. Nothing is assumed of the prices, not
+partitions: an earlier prefix never makes the rest later. Nothing is assumed of the prices, not
 even that they grow with size. O(n^2).
 
 Where finishes up to a share later will do, F(j, m) is the same over partitions into at most m groups,
@@ -16,8 +16,8 @@ and the least k with F(n, k) in time is the number of groups: O(k n^2).
 
 MG-WFBP (Shi, Chu, Li: "MG-WFBP: Efficient Data Communication for Distributed Synchronous SGD Algorithms", INFOCOM 2019,
 arXiv 1811.11141) decides the same question greedily, pair by pair, for one price alpha + beta * bytes: it merges a
-gradient into the next if that is ready less than alpha after the first could start. It never looks at what a merge does
-to later messages.
+gradient into the next if that is ready less than alpha after the first could start. It ignores the effect of a merge on
+later messages.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ import numpy as np
 
 from commopt.document import require_time, require_whole
 from commopt.errors import ConfigurationError
-from commopt.schedule.plan import Plan, Unit, simulate
+from commopt.schedule.plan import Plan, Unit
 from commopt.schedule.prices import Costs, Floats
+from commopt.schedule.simulation import simulate
 
 SPARE = 0.01
-"""Each message also costs backward a little, which no price has in it: a step may take so much longer by prediction."""
+"""How much longer a step may take, by prediction, to save messages: each slows backward a little, beyond its price."""
 _ROUNDING = 1e-12
 _FEW_GROUPS = 16
 
@@ -41,25 +42,26 @@ _FEW_GROUPS = 16
 def best_plan(units: Sequence[Unit], costs: Costs, max_bytes: int | None = None, spare: float = 0.0) -> Plan:
     """Return the plan that finishes first, all by one strategy; of equal ones the strategy that comes first.
 
-    units: in the order of backward; only neighbours are merged. A unit above max_bytes is a group of its own.
-    spare: a finish later by up to this share of the least will do, if it saves messages: of the plans that are no
-        later, those with fewest groups, of those the first to finish.
+    units: in the order of backward; only neighbours are merged.
+    max_bytes: of a group of several units.
+    spare: a plan may finish later by up to this share of the least time, if it saves messages. Of the plans that are no
+        later, those with fewest groups count, and of these the first to finish.
     """
     if not units:
         raise ConfigurationError("best_plan: no units; give at least one")
     if max_bytes is not None:
         require_whole(max_bytes, 1, "max_bytes")
     require_time(spare, "spare")
-    lanes = {strategy: _Lane(units, costs, strategy, max_bytes) for strategy in costs.prices}
-    least_us = {strategy: float(lane.finish(None)[0, -1]) for strategy, lane in lanes.items()}
+    groups_by = {strategy: _Groups(units, costs, strategy, max_bytes) for strategy in costs.prices}
+    least_us = {strategy: float(groups.finish(None)[0, -1]) for strategy, groups in groups_by.items()}
     strategy = min(least_us, key=lambda strategy: least_us[strategy])
-    ends = lanes[strategy].ends(least_us[strategy] * (1 + spare) * (1 + _ROUNDING))
+    ends = groups_by[strategy].ends(least_us[strategy] * (1 + spare) * (1 + _ROUNDING))
     groups = tuple(tuple(name for unit in units[i:j] for name in unit.names) for i, j in pairwise((0, *ends)))
     return Plan(groups, strategy, "measured", simulate(units, groups, strategy, costs))
 
 
-class _Lane:
-    """Which neighbours may share a message, and what that costs."""
+class _Groups:
+    """The groups that neighbours may form, and their costs, by one strategy."""
 
     def __init__(self, units: Sequence[Unit], costs: Costs, strategy: str, max_bytes: int | None) -> None:
         self._ready = np.maximum.accumulate([unit.ready_us for unit in units])

@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a message costs: its time by size for every strategy, corrected by what messages take beside backward."""
+"""The cost of a message: its time by size for every strategy, corrected by the times of messages in live steps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from statistics import median
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from commopt.document import require_time, require_whole
 from commopt.errors import ConfigurationError
-from commopt.schedule.estimate import Estimate
+
+if TYPE_CHECKING:
+    from commopt.schedule.measurement import Estimate
 
 Floats = NDArray[np.float64]
 Whole = NDArray[np.int64]
@@ -25,9 +26,12 @@ _PER_OCTAVE = 8
 
 @dataclass(frozen=True)
 class PriceTable:
-    """Time of a message by its bytes: straight lines between points.
+    """The time of a message by its length: straight lines between points.
 
-    Below the first point a message costs what it costs there; beyond the last the line goes on, but never falls.
+    Below the first point a message costs as much as there. Beyond the last one the line goes on, but never falls.
+
+    nbytes: lengths, in increasing order.
+    time_us: the time at each of them.
     """
 
     nbytes: tuple[int, ...]
@@ -83,7 +87,11 @@ class PriceTable:
 
 @dataclass(frozen=True)
 class Costs:
-    """What messages cost on the lane; `prices` by strategy. overhead_us: of each message, beside its price."""
+    """The costs of messages on the lane.
+
+    prices: by strategy.
+    overhead_us: of each message, beside its price.
+    """
 
     prices: Mapping[str, PriceTable]
     overhead_us: float = 0.0
@@ -109,99 +117,67 @@ class Costs:
         return self.overhead_us + self.table(strategy)(nbytes)
 
 
-@dataclass(frozen=True)
-class Observed:
-    """A message as it was run in every step.
-
-    lane_us: for how long it kept the lane, from the moment it could have started: with all that goes by before it
-        does start.
-    """
-
-    nbytes: int
-    strategy: str
-    lane_us: Estimate
-
-
-def observed_ratio(observed: Sequence[Observed], costs: Costs) -> Estimate | None:
-    """Return the median of observed over expected time, with the error of a typical message; None without messages."""
-    ratios = [
-        (message.lane_us.value / expected_us, message.lane_us.error / expected_us)
-        for message in observed
-        if (expected_us := costs.lane_us(message.nbytes, message.strategy)) > 0 and message.lane_us.value > 0
-    ]
-    if not ratios:
-        return None
-    return Estimate(median(value for value, _ in ratios), median(error for _, error in ratios))
-
-
 # ---------------------------------------------------------------------------------------- correction
 
-LARGEST_FACTOR = 4.0  # beyond it, and below its inverse, something else than a price is being measured
+LARGEST_FACTOR = 4.0  # beyond it, and below its inverse, the measurement is of something else than a price
 _TELLING_RATIO = 2.0  # of two prices, from which on factor and overhead can be told apart
-_WINDOWS_KEPT = 4
+_MEASUREMENTS_KEPT = 4
 
 
-class Line(NamedTuple):
-    """A message takes factor * price + overhead_us."""
+class CorrectedCosts:
+    """Costs that learn: by strategy, a message takes factor * calibrated price + overhead_us.
 
-    factor: float
-    overhead_us: float
-
-
-class Correction:
-    """For each strategy a factor on the calibrated price and an overhead of each message.
-
-    A busy machine does both: it slows transfers down, and it lets every message wait, for a thread to wake up and for
-    the rank that comes last, whatever its size. Windows before, in which messages had other sizes, help to tell the
-    two apart; each counts half as much as the one after it. A strategy that was not observed shares what was learned
-    last: what slows one message slows the others. That is a guess, which gives way to what is observed.
+    A busy machine causes both: it slows transfers down, and it lets every message wait, for a thread to wake up and for
+    the rank that comes last, whatever its size. Earlier measurements, in which messages had other sizes, help to tell
+    the two apart; each counts half as much as the one after it. A strategy without measurements shares the correction
+    that was learned last, since whatever slows one message slows the others. That guess gives way to a measurement.
     """
 
     def __init__(self, costs: Costs) -> None:
         self._base = costs
-        self._last = Line(1.0, costs.overhead_us)
-        self._lines: dict[str, Line] = {}
-        self._seen: dict[str, list[Floats]] = {}  # of each window, rows of price and time
+        self._last = (1.0, costs.overhead_us)
+        self._corrections: dict[str, tuple[float, float]] = {}  # factor and overhead_us
+        self._seen: dict[str, list[Floats]] = {}  # of each measurement, rows of price and time
 
-    def learn(self, observed: Sequence[Observed]) -> None:
-        """Take over what a window observed, all by one strategy; what should take no time says nothing of a price."""
-        rows = [(self._base.table(each.strategy)(each.nbytes), each.lane_us.value) for each in observed]
+    def learn(self, strategy: str, nbytes: Sequence[int], lane_us: Sequence[Estimate]) -> None:
+        """Learn from the messages of a measurement; those without a price or a time say nothing."""
+        table = self._base.table(strategy)
+        rows = [(table(size), time_us.value) for size, time_us in zip(nbytes, lane_us, strict=True)]
         rows = [row for row in rows if min(row) > 0]
         if not rows:
             return
-        name = observed[0].strategy
-        self._seen[name] = [np.array(rows), *self._seen.get(name, [])][:_WINDOWS_KEPT]
-        known = self._lines.get(name, Line(1.0, self._base.overhead_us))
-        self._last = self._lines[name] = fit(self._seen[name], known.overhead_us)
+        self._seen[strategy] = [np.array(rows), *self._seen.get(strategy, [])][:_MEASUREMENTS_KEPT]
+        _, known_overhead_us = self._corrections.get(strategy, (1.0, self._base.overhead_us))
+        self._last = self._corrections[strategy] = fit(self._seen[strategy], known_overhead_us)
 
-    def line(self, strategy: str) -> Line:
-        """Return what became of the price of a message; its overhead includes that of the costs."""
-        return self._lines.get(strategy, self._last)
+    def correction(self, strategy: str) -> tuple[float, float]:
+        """Return the factor on a strategy's prices, and the overhead of a message, that of the costs included."""
+        return self._corrections.get(strategy, self._last)
 
     @property
     def costs(self) -> Costs:
         """The corrected costs; overheads are in the prices, since each strategy has its own."""
-        return Costs({name: table.along(*self.line(name)) for name, table in self._base.prices.items()})
+        return Costs({name: table.along(*self.correction(name)) for name, table in self._base.prices.items()})
 
 
-def fit(windows: Sequence[Floats], known_overhead_us: float) -> Line:
-    """Return the line through rows of price and time, those of a window with half the weight of those before it.
+def fit(measurements: Sequence[Floats], known_overhead_us: float) -> tuple[float, float]:
+    """Return factor and overhead that fit rows of price and time; a measurement has half the weight of the newer one.
 
     The factor is the median slope between messages of which one has twice the price of the other (Theil and Sen), so
     that a few wild ones move it little. Where there are none, or the slope is absurd, the overhead stays as known.
     """
-    price, time = np.concatenate(windows).T
-    weight = np.concatenate([np.full(len(rows), 0.5**age) for age, rows in enumerate(windows)])
+    price, time = np.concatenate(measurements).T
+    weight = np.concatenate([np.full(len(rows), 0.5**age) for age, rows in enumerate(measurements)])
     small, large = np.nonzero(price[:, None] * _TELLING_RATIO <= price)
     if len(small):
         slopes = (time[large] - time[small]) / (price[large] - price[small])
         factor = _median(slopes, weight[large] * weight[small])
         overhead_us = _median(time - factor * price, weight)
         if 1 / LARGEST_FACTOR < factor < LARGEST_FACTOR and overhead_us >= 0:
-            return Line(factor, overhead_us)
+            return factor, overhead_us
         known_overhead_us = min(known_overhead_us, max(overhead_us, 0.0))
     factor = _median((time - known_overhead_us) / price, weight)
-    return Line(min(LARGEST_FACTOR, max(1 / LARGEST_FACTOR, factor)), known_overhead_us)
+    return min(LARGEST_FACTOR, max(1 / LARGEST_FACTOR, factor)), known_overhead_us
 
 
 def _median(values: Floats, weight: Floats) -> float:

@@ -5,8 +5,8 @@ DDP makes its buckets when it is constructed, and once more before the second fo
 came. The same private calls (torch >= 2.12, where every bucket may have a cap of its own) make them anew here: a
 reducer that is shown the parameters in the order of the plan makes the plan's buckets, for the very next backward.
 
-Of the buckets it makes last, DDP lets rank 0 tell the others. Were that left to the next forward, one that only some
-ranks make would hang. All ranks have the same plan, so it is done at once, and each rank tells itself.
+DDP's rank 0 broadcasts the buckets it makes last. In the next forward this would hang if only some ranks made one. All
+ranks have the same plan, so it is done at once, and each rank broadcasts to itself.
 """
 
 from __future__ import annotations
@@ -38,12 +38,14 @@ _NEEDED = (
 _NEEDED_OF_REDUCER = ("_push_all_rebuilt_params", "_rebuild_buckets", "_update_process_group")
 
 
-class Buckets:
+class ReducerBuckets:
     """Gives a DDP model the buckets that are wanted, as soon as it can have them.
 
-    parameters: those whose gradients it averages, by name, once they are known. ddp: returns it, while it is known.
-    wanted: what its buckets are yet to become, () when nothing. sees_forwards: not those of torch.compile(ddp).
-    speaks: whether this rank says what cannot be.
+    ddp: returns the model, or None.
+    wanted: the names in each bucket that it is yet to be given, () for none.
+    sees_forwards: whether its forwards are seen; those of torch.compile(ddp) are not.
+    speaks: whether this rank logs why DDP's own buckets stay.
+    parameters: those whose gradients it averages, by name, once they are known.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
@@ -53,7 +55,7 @@ class Buckets:
         self._parameters = parameters
 
     def why_not(self) -> str:
-        """Say why DDP cannot ever be given other buckets, or nothing."""
+        """Return why DDP can never be given other buckets, "" if it can."""
         ddp = self.ddp()
         if ddp is None:
             return "the hook does not know its DDP model; use commopt.attach"
@@ -62,7 +64,7 @@ class Buckets:
         return why_not(ddp, self._parameters)
 
     def say_why_not(self) -> str:
-        """Say, and log once, why DDP's own buckets stay, if they do."""
+        """Return why DDP's own buckets stay, "" if they do not, and log it once."""
         why = self.why_not()
         if why and self.speaks:
             self.speaks = False
@@ -70,14 +72,17 @@ class Buckets:
         return why
 
     def can_change(self, shown: Collection[str]) -> bool:
-        """Return whether DDP can be given other buckets now, alike on all ranks. shown: what is in those it has."""
+        """Return whether DDP can be given other buckets now, alike on all ranks.
+
+        shown: the parameters in the buckets it has.
+        """
         ddp, known = self.ddp(), self._parameters
         if ddp is None or self.why_not() or (shown and set(shown) != known.keys()):
             return False
         if is_capturing():
             return False
-        # A new reducer knows what trains now. A parameter that is frozen for a while (a discriminator, while the
-        # generator learns) would be left out for ever, and its gradients would never be averaged again.
+        # A new reducer averages the parameters that train now. One that is frozen for a while (a discriminator, while
+        # the generator learns) would be left out for ever, and its gradients would never be averaged again.
         trained = ddp._build_params_for_reducer()[0] if all(each.requires_grad for each in known.values()) else []
         return len(trained) == len(known) and set(map(id, trained)) == set(map(id, known.values()))
 
@@ -92,7 +97,7 @@ class Buckets:
 
 
 def why_not(ddp: TorchDDP, parameters: Mapping[str, Tensor]) -> str:
-    """Say why `ddp` cannot ever be given other buckets, or nothing: alike on all ranks, and once said for good.
+    """Return why `ddp` can never be given other buckets, "" if it can; alike on all ranks, and for good.
 
     parameters: those whose gradients it averages.
     """
@@ -112,7 +117,7 @@ def why_not(ddp: TorchDDP, parameters: Mapping[str, Tensor]) -> str:
 
 
 def is_capturing() -> bool:
-    """Return whether what happens now will be repeated by a CUDA graph."""
+    """Return whether the current stream is being captured in a CUDA graph."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
@@ -133,7 +138,7 @@ def rebuild(ddp: TorchDDP, buckets: Sequence[Sequence[Tensor]]) -> None:
         ddp._ddp_init_helper(ordered, [sparse[parameter] for parameter in ordered], names, ddp.static_graph)
     finally:
         ddp._bucket_config = before  # torch.compile goes by it
-    alone = _Alone(0, 1)  # type: ignore[call-arg]  # kept here: the reducer does not keep what is Python of it
+    alone = _Alone(0, 1)  # type: ignore[call-arg]  # kept here: the reducer does not keep its Python part
     ddp.reducer._update_process_group(alone)
     ddp.reducer._push_all_rebuilt_params()  # as if gradients had come in this order
     ddp.reducer._rebuild_buckets()

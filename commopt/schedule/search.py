@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find the plan that pays on live steps, keep it while conditions last, and leave it when it stops paying.
 
-measured as it is -> trial -> trial .. -> the best, or what ran before -> watch -> drift -> trial ..
+measured as it is -> trial -> trial .. -> the best, or the one before -> watch -> drift -> trial ..
                                                                             \\> falls behind -> an exact average
 
-Decided on rank 0 and followed by all, for adaptive buckets (one strategy, or two exact ones) as for `auto` (all that
-is allowed). Each trial is a plan that all ranks follow for nine steps. `auto` tries a strategy in the buckets that ran
-before, then in those planned for it. Messages of a trial correct the prices, by which the next one is made. What is
-compared in the end was measured, all of it in this run, and what does not pay is taken back. Before a small gain is
-believed, what ran before is measured again: its first window may have seen a program that warms up.
+Rank 0 decides and all follow, for adaptive buckets (one strategy, or two exact ones) as for `auto` (all that is
+allowed). Each trial is a plan that all ranks follow for nine steps. `auto` tries a strategy in the buckets that ran
+before, then in those planned for it. The messages of a trial correct the prices, by which the next one is made. In the
+end only measurements of this run are compared, and a plan that does not pay is taken back. Before a small gain is
+believed, the plan that ran before is measured again: its first window may have seen a program that warms up.
 
 A search makes max_trials trials at most. With 4, and a first window that can be measured, it is over after
-10 + 4 * 9 = 46 steps, or 55 with the second look at what ran before.
+10 + 4 * 9 = 46 steps, or 55 with the second measurement of the plan before.
 
-A window is looked at 50, 100, .. 800 steps apart while nothing moves; news halves the distance. The k-th search keeps
-the next one 50 * 2^k steps away, so that T steps see at most log2(T / 50) after the first, whatever is measured, and
+Windows are 50, 100, .. 800 steps apart while nothing moves; news halves the distance. The k-th search keeps the next
+one 50 * 2^k steps away, so that T steps see at most log2(T / 50) searches after the first, whatever is measured, and
 each changes the plan max_trials + 2 times at most.
 """
 
@@ -25,35 +25,82 @@ from dataclasses import replace
 
 from commopt.aggregate.auto import LOCAL
 from commopt.feedback import falls_behind
-from commopt.schedule.decision import FIRST_CALENDAR, WINDOW_STEPS, Calendar, Decision, Option, Tuned
-from commopt.schedule.estimate import DRIFT, LEAST_GAIN, ms
+from commopt.schedule.candidates import LEAST_SHARE, Candidate, choose, pays
+from commopt.schedule.decision import FIRST_WINDOW, WINDOW_STEPS, Decision, Outcome, Tuned, Window
 from commopt.schedule.learning import LEARNED_LOCAL
+from commopt.schedule.measurement import DRIFT, LEAST_GAIN, Measurement, ms
 from commopt.schedule.plan import Plan
 from commopt.schedule.planner import SPARE, best_plan
-from commopt.schedule.prices import Correction, Costs
-from commopt.schedule.rounds import expected
-from commopt.schedule.trials import LEAST_SHARE, Round, Trial, choose, pays
-from commopt.schedule.window import Window
+from commopt.schedule.prices import CorrectedCosts, Costs
 
 SETTLING_STEPS = 2  # buffers and caches follow
 LEAST_STEPS = 4
 FIRST_DISTANCE_STEPS = 50
 LARGEST_DISTANCE_STEPS = 800
-_HOPELESS = 1.05  # another strategy that is expected to take so much longer than the best is not tried
+_HOPELESS = 1.05  # a strategy that is expected to take so much longer than the best is not tried
+_CLEAR = 0.75  # of the step before: with a smaller gain the plan before is measured twice
 _STOCK = "no strategy beats stock DDP here; detach the hook"
 
 
-class Search:
-    """Plain computation, without clock, chance or communication: windows of measurements in, decisions out.
+class _Comparison:
+    """The candidates of one search.
 
-    options: what may be chosen; the first is what runs without a plan. max_bytes: of a message of several gradients.
-    allow: the families a user allowed, () where there is no strategy to choose. nodes: ranks on each.
-    adopted: what an earlier tuning came to, to go on with. optimizer: as Tuned has it.
+    why: the reason for the search.
+    before: the candidate that ran before.
+    base: the measurement of `before`, which predictions start from.
+    running: the candidate on trial.
+    tried: all that were measured; the first is `before`.
+    """
+
+    def __init__(self, why: str, before: Candidate) -> None:
+        self.why = why
+        self.before = before
+        self.base = before.result
+        self.running = before
+        self.tried = [before]
+        self._confirmed = False
+
+    @property
+    def fastest(self) -> Candidate:
+        """The candidate with the least time to a loss, whatever noise may explain."""
+        return min((each for each in self.tried if each.measured is not None), key=lambda each: each.to_loss.value)
+
+    def has_tried(self, plan: Plan) -> bool:
+        """Return whether a plan was tried."""
+        return any(each.planned.contents == plan.contents for each in self.tried)
+
+    def to_confirm(self) -> Candidate | None:
+        """Return the candidate that ran before, once, if the one to be chosen gains little."""
+        best, clear_us = self.fastest, _CLEAR * self.base.step.value
+        if self._confirmed or not pays(self.before, best, errors=0) or best.result.step.value <= clear_us:
+            return None
+        self._confirmed = True
+        return self.before
+
+    def end_trial(self, measured: Measurement | None) -> None:
+        """Note what the trial measured; None if nothing could be."""
+        if self.running is not self.before:
+            self.tried.append(replace(self.running, measured=measured))
+        elif measured is not None:  # the candidate before, once more
+            self.base = replace(measured, earlier=self.base)
+            self.before = self.tried[0] = replace(self.before, measured=self.base)
+
+
+class Search:
+    """Plain computation, without clock, chance or communication: from measurements to decisions.
+
+    candidates: the strategies to choose from; the first one needs no plan.
+    max_bytes: of a message of several gradients.
+    max_trials: of one search.
+    allow: the families a user allowed, () where there is no strategy to choose.
+    nodes: ranks on each node.
+    adopted: the result of an earlier tuning, to start from.
+    optimizer: as Tuned has it.
     """
 
     def __init__(
         self,
-        options: Sequence[Option],
+        candidates: Sequence[Candidate],
         costs: Costs,
         max_bytes: int | None = None,
         max_trials: int = 3,
@@ -62,9 +109,9 @@ class Search:
         adopted: Tuned | None = None,
         optimizer: str = "",
     ) -> None:
-        self._options = {option.strategy: option for option in options}
-        self._default = options[0]
-        self._correction = Correction(costs)
+        self._candidates = {candidate.strategy: candidate for candidate in candidates}
+        self._default = candidates[0]
+        self._corrected = CorrectedCosts(costs)
         self._max_bytes = max_bytes
         self._max_trials = max_trials
         self._allow = allow
@@ -73,113 +120,115 @@ class Search:
         self._optimizer = optimizer
         self._plan = None if adopted is None else adopted.plan
         self._began: int | None = None
-        self._why = "" if adopted else "first plan"  # what the next search is for
-        self._round: Round | None = None
-        self._reference: Window | None = None
+        self._why = "" if adopted else "first plan"  # the reason for the next search
+        self._comparison: _Comparison | None = None  # of the search under way
+        self._reference: Measurement | None = None
         self._doubt = ""  # a reason to search again although nothing moved
         self._refused: set[str] = set()
         self._warned = False
-        self._rounds = self._no_search_before = 0
+        self._searches = self._no_search_before = 0
         self._distance = FIRST_DISTANCE_STEPS
         self._retry_steps = WINDOW_STEPS
 
     @property
     def costs(self) -> Costs:
         """Costs as corrected so far."""
-        return self._correction.costs
+        return self._corrected.costs
 
     def reprice(self, costs: Costs) -> None:
-        """Go by new trials of what messages cost."""
-        self._correction = Correction(costs)
+        """Go by new times of messages."""
+        self._corrected = CorrectedCosts(costs)
 
-    def decide(self, window: Window, step: int) -> Decision:
-        """Decide after `step`, with what was measured since the calendar's measure_from."""
+    def decide(self, measured: Measurement, step: int) -> Decision:
+        """Decide after `step`, by the measurement of the window that ends with it."""
         if self._began is None:
-            self._began = max(0, step - FIRST_CALENDAR.meet_at)
-        if self._plan is not None and self._plan.contents == window.plan.contents:
-            window = replace(window, plan=self._plan)  # else DDP has other buckets, as in join()
-        enough = len(window.step_us) >= LEAST_STEPS
-        if self._round is not None:
+            self._began = max(0, step - FIRST_WINDOW.last_step)
+        if self._plan is not None and self._plan.contents == measured.plan.contents:
+            measured = replace(measured, plan=self._plan)  # else DDP has other buckets, as in join()
+        enough = len(measured.step_us) >= LEAST_STEPS
+        if self._comparison is not None:
             if enough:
-                self._correction.learn(window.observed)
-            self._round.end_trial(window if enough and window.plan is self._plan else None)
-            return self._next(self._round, step)
+                self._corrected.learn(measured.plan.strategy, measured.message_nbytes, measured.lane_us)
+            self._comparison.end_trial(measured if enough and measured.plan is self._plan else None)
+            return self._next(self._comparison, step)
         if not enough:  # measure again, each time twice as many steps later
-            meet_at = step + self._retry_steps
+            window = Window.ending_with(step + self._retry_steps)
             self._retry_steps = min(2 * self._retry_steps, LARGEST_DISTANCE_STEPS)
-            reason = f"{len(window.step_us)} steps could be measured, fewer than {LEAST_STEPS}; measuring again"
-            return Decision(None, Calendar(meet_at - WINDOW_STEPS + 1, meet_at), reason)
+            reason = f"{len(measured.step_us)} steps could be measured, fewer than {LEAST_STEPS}; measuring again"
+            return Decision(None, window, reason)
         self._retry_steps = WINDOW_STEPS
         if not self._why:
-            return self._watch(window, step)
-        self._correction.learn(window.observed)
-        return self._search(window, step)
+            return self._watch(measured, step)
+        self._corrected.learn(measured.plan.strategy, measured.message_nbytes, measured.lane_us)
+        return self._search(measured, step)
 
     # ------------------------------------------------------------------------------------- searching
 
-    def _search(self, window: Window, step: int) -> Decision:
-        option = self._options.get(window.plan.strategy, self._default)
+    def _search(self, measured: Measurement, step: int) -> Decision:
+        candidate = self._candidates.get(measured.plan.strategy, self._default)
         why, self._why = self._why, ""
-        name = f"{option.name} as {'found' if self._plan is None else 'before'}"
-        self._round = Round(why, Trial(name, option, window.plan, measured=window), window)
-        return self._next(self._round, step)
+        name = f"{candidate.name} as {'found' if self._plan is None else 'before'}"
+        self._comparison = _Comparison(why, replace(candidate, name=name, plan=measured.plan, measured=measured))
+        return self._next(self._comparison, step)
 
-    def _next(self, search: Round, step: int) -> Decision:
-        """Try what promises most, or end the search."""
+    def _next(self, search: _Comparison, step: int) -> Decision:
+        """Try the most promising candidate, or end the search."""
         last = search.tried[-1]
-        hopeful = [trial for trial in self._untried(search) if self._is_hopeful(search, trial)]
+        hopeful = [each for each in self._untried(search) if self._is_hopeful(search, each)]
         if hopeful and len(search.tried) <= self._max_trials:
-            trial = min(hopeful, key=lambda trial: trial.option.steps * (trial.expected or (0.0,))[0])
+            trial = min(hopeful, key=lambda each: each.steps * (each.expected_us or (0.0,))[0])
         elif (before := search.to_confirm()) is not None:
             trial = before
         else:
             return self._conclude(search, step)
         search.running = trial
-        self._plan = trial.plan
-        step_us, exposed_us = trial.expected or (search.base.step.value, search.base.exposed.value)
+        self._plan = trial.planned
+        step_us, exposed_us = trial.expected_us or (search.base.step.value, search.base.exposed.value)
         verb = "trying" if trial.measured is None else "measuring once more"
         expected = f"a step of {ms(step_us)} expected, {ms(exposed_us)} of it exposed"
-        return Decision(trial.plan, _settled(step), f"{search.why}: {verb} {trial}, {expected}; {last.words}")
+        begin = step + 1 + SETTLING_STEPS
+        window = Window(begin, begin + WINDOW_STEPS - 1)
+        return Decision(self._plan, window, f"{search.why}: {verb} {trial}, {expected}; {last.words}")
 
-    def _untried(self, search: Round) -> Iterator[Trial]:
-        """Yield the next plan of each strategy by all that was learned so far, no two alike."""
-        reference = search.fastest.did
-        found = search.before.plan.groups
-        for option in self._options.values():
-            if option.strategy in self._refused or option.strategy not in self.costs.prices:
+    def _untried(self, search: _Comparison) -> Iterator[Candidate]:
+        """Yield the next plan of each strategy, by all that was learned so far, no two alike."""
+        reference = search.fastest.result
+        found = search.before.planned.groups
+        for candidate in self._candidates.values():
+            if candidate.strategy in self._refused or candidate.strategy not in self.costs.prices:
                 continue
-            plan, name = Plan(found, option.strategy, "measured"), option.name
-            tried = [trial.plan for trial in search.tried if trial.option is option]
+            plan, name = Plan(found, candidate.strategy, "measured"), candidate.name
+            tried = [each.planned for each in search.tried if each.strategy == candidate.strategy]
             if reference.movable and (tried or not self._allow):
-                plan = best_plan(reference.units, self.costs.only([option.strategy]), self._max_bytes, SPARE)
+                plan = best_plan(reference.units, self.costs.only([candidate.strategy]), self._max_bytes, SPARE)
                 again = sum(each.groups != found for each in tried)
                 name += " in planned buckets" + (f", refined {again}" if again else "")
-            if not search.knows(plan):
-                yield Trial(name, option, plan, reference.expected_of(plan, self.costs))
+            if not search.has_tried(plan):
+                yield replace(candidate, name=name, plan=plan, expected_us=reference.expected_of(plan, self.costs))
 
-    def _is_hopeful(self, search: Round, trial: Trial) -> bool:
-        """Return whether a plan is expected to save enough, or to show what a strategy of `auto` does."""
-        assert trial.expected is not None  # it was predicted
-        step_us, exposed_us = trial.expected
-        known = trial.option in [each.option for each in search.tried]
+    def _is_hopeful(self, search: _Comparison, candidate: Candidate) -> bool:
+        """Return whether a plan is expected to save enough, or to show how a strategy of `auto` does."""
+        assert candidate.expected_us is not None  # it was predicted
+        step_us, exposed_us = candidate.expected_us
+        known = candidate.strategy in [each.strategy for each in search.tried]
         most = 1 - LEAST_GAIN if known or not self._allow else _HOPELESS
-        saves = exposed_us < (1 - LEAST_SHARE) * search.base.exposed.value or search.before.option.lossy
-        return saves and trial.option.steps * step_us <= most * search.fastest.to_loss.value
+        saves = exposed_us < (1 - LEAST_SHARE) * search.base.exposed.value or search.before.lossy
+        return saves and candidate.steps * step_us <= most * search.fastest.to_loss.value
 
-    def _conclude(self, search: Round, step: int) -> Decision:
+    def _conclude(self, search: _Comparison, step: int) -> Decision:
         best = choose(search.tried)
         others = [each for each in search.tried[1:] if each.measured is not None]
         seems_better = best is search.before and any(pays(search.before, each, errors=0) for each in others)
         self._doubt = "a gain was within the noise" if seems_better else ""
-        self._reference = best.did
-        self._round = None
-        self._rounds += 1
-        self._no_search_before = step + FIRST_DISTANCE_STEPS * 2**self._rounds
+        self._reference = best.result
+        self._comparison = None
+        self._searches += 1
+        self._no_search_before = step + FIRST_DISTANCE_STEPS * 2**self._searches
         self._distance = FIRST_DISTANCE_STEPS
-        running = search.running.plan
-        predicted = best.did.predicted(self.costs)
-        self._plan = replace(best.plan, predicted=predicted)
-        as_stock = bool(self._allow) and best.plan.origin == "found" and best.plan.strategy == self._default.strategy
+        predicted = best.result.predicted(self.costs)
+        self._plan = replace(best.planned, predicted=predicted)
+        found = best.planned.origin == "found"
+        as_stock = bool(self._allow) and found and best.planned.strategy == self._default.strategy
         warning = ""
         if best is search.before:
             gain = f"{LEAST_SHARE:.0%} of the exposed communication" if others else f"{LEAST_GAIN:.0%} of a step"
@@ -189,81 +238,86 @@ class Search:
         else:
             reason = f"{search.why}: {best}: {search.before.words} -> {best.words}"
         if self._allow:
-            told = tuple(each.told(search.base, self.costs) for each in [*search.tried, *self._untried(search)])
-            if LOCAL in self._allow and len(self._nodes) > 1:
-                told += tuple(
-                    expected(average, learned, to_loss, search.base, self.costs)
-                    for average, learned in LEARNED_LOCAL.items()
-                    if (to_loss := learned.steps(self._optimizer)) is not None
-                )
-            steps = step + 1 - (self._began or 0)
-            planned = None if as_stock else self._plan
-            self._tuned = Tuned(best.name, self._allow, self._nodes, steps, told, planned, reason, self._optimizer)
+            self._tuned = Tuned(
+                name=best.name,
+                allow=self._allow,
+                nodes=self._nodes,
+                steps=step + 1 - (self._began or 0),
+                considered=self._considered(search),
+                plan=None if as_stock else self._plan,
+                reason=reason,
+                optimizer=self._optimizer,
+            )
         decision = replace(self._later(step, reason), tuned=self._tuned, warning=warning)
-        if best.plan.contents == running.contents:
+        if best.planned.contents == search.running.planned.contents:
             return replace(decision, predicted=predicted)
         return replace(decision, plan=self._plan)
 
+    def _considered(self, search: _Comparison) -> tuple[Outcome, ...]:
+        """Return the outcomes of all candidates, tried or not, and what to expect of local SGD."""
+        found = [each.outcome(search.base, self.costs) for each in [*search.tried, *self._untried(search)]]
+        if LOCAL in self._allow and len(self._nodes) > 1:
+            for average, learned in LEARNED_LOCAL.items():
+                steps = learned.with_optimizer(self._optimizer)
+                if steps is not None:
+                    expected_us = search.base.expected_of_local_sgd(average, self.costs)
+                    found.append(Outcome(learned.preset, repr(average), 0.0, *expected_us, steps=steps))
+        return tuple(found)
+
     # ------------------------------------------------------------------------------------- watching
 
-    def _watch(self, window: Window, step: int) -> Decision:
-        moved = "" if self._reference is None else window.drift_from(self._reference, self.costs)
-        self._correction.learn(window.observed)
-        option = self._options.get(window.plan.strategy)
+    def _watch(self, measured: Measurement, step: int) -> Decision:
+        moved = "" if self._reference is None else measured.drift_from(self._reference, self.costs)
+        self._corrected.learn(measured.plan.strategy, measured.message_nbytes, measured.lane_us)
+        candidate = self._candidates.get(measured.plan.strategy)
         if self._reference is None:
-            # An earlier tuning's is new with the run: residuals have yet to become what they are going to be.
-            self._reference = window
-        elif option is not None and option.lossy and (behind := falls_behind(window.steps_behind)):
-            return self._fall_back(behind, window, step)
+            # The plan of an earlier tuning is new in this run: residuals have not reached their usual size yet.
+            self._reference = measured
+        elif candidate is not None and candidate.lossy and (behind := falls_behind(measured.steps_behind)):
+            return self._fall_back(behind, measured, step)
         distance = self._distance // 2 if moved else 2 * self._distance
         self._distance = min(max(distance, FIRST_DISTANCE_STEPS), LARGEST_DISTANCE_STEPS)
-        name = window.plan.strategy if option is None else option.name
+        name = measured.plan.strategy if candidate is None else candidate.name
         news = moved or self._doubt
         if not news:
-            return self._later(step, f"{name}: nothing moved by more than {DRIFT:.0%}; {window}")
+            return self._later(step, f"{name}: nothing moved by more than {DRIFT:.0%}; {measured}")
         if step < self._no_search_before:
             return self._later(step, f"{name}: {news}; too soon to search again")
         self._why = news
         self._began = step
-        reason = f"{name}: {news}; trying out what messages cost now"
-        return Decision(None, Calendar(step + 1, step + WINDOW_STEPS), reason, try_out=True)
+        reason = f"{name}: {news}; timing messages again"
+        return Decision(None, Window(step + 1, step + WINDOW_STEPS), reason, retime=True)
 
-    def look(self, steps_behind: float | None, step: int) -> str:
-        """Return as JSON the decision to leave, between two windows, what falls behind exact averages; "" to go on."""
+    def look(self, steps_behind: float | None, step: int) -> Decision | None:
+        """Return the decision to leave, between two windows, a strategy that falls behind exact averages; or None."""
         behind, last = falls_behind(steps_behind), self._reference
-        if not behind or last is None or self._round is not None or self._tuned is None:
-            return ""
-        return self._fall_back(behind, last, step).to_json()
+        if not behind or last is None or self._comparison is not None or self._tuned is None:
+            return None
+        return self._fall_back(behind, last, step)
 
-    def _fall_back(self, behind: str, window: Window, step: int) -> Decision:
-        """Average exactly from now on; what fell behind is not chosen again."""
-        assert self._tuned is not None  # which chose what is lossy
-        self._refused.add(window.plan.strategy)
-        exact = [option for option in self._options.values() if not option.lossy]
-        trials = [
-            Trial(f"{option.name} instead", option, Plan(window.plan.groups, option.strategy, "measured"))
-            for option in exact
+    def _fall_back(self, behind: str, measured: Measurement, step: int) -> Decision:
+        """Average exactly from now on; the strategy that fell behind is not chosen again."""
+        assert self._tuned is not None  # which chose a lossy one
+        self._refused.add(measured.plan.strategy)
+        exact = [
+            replace(each, name=f"{each.name} instead", plan=Plan(measured.plan.groups, each.strategy, "measured"))
+            for each in self._candidates.values()
+            if not each.lossy
         ]
-        trial = min(trials, key=lambda trial: window.expected_of(trial.plan, self.costs))
-        self._plan = trial.plan
+        chosen = min(exact, key=lambda each: measured.expected_of(each.planned, self.costs))
+        self._plan = chosen.plan
         self._reference = None
-        reason = f"{self._tuned.name} -> {trial.name}: {behind}"
-        considered = [tried for tried in self._tuned.considered if tried.name != trial.name]
+        reason = f"{self._tuned.name} -> {chosen.name}: {behind}"
+        considered = [outcome for outcome in self._tuned.considered if outcome.name != chosen.name]
         self._tuned = replace(
             self._tuned,
-            name=trial.name,
-            considered=(*considered, trial.told(window, self.costs)),
-            plan=trial.plan,
+            name=chosen.name,
+            considered=(*considered, chosen.outcome(measured, self.costs)),
+            plan=chosen.plan,
             reason=reason,
         )
-        return replace(self._later(step, reason), plan=trial.plan, tuned=self._tuned)
+        return replace(self._later(step, reason), plan=chosen.plan, tuned=self._tuned)
 
     def _later(self, step: int, reason: str) -> Decision:
-        meet_at = max(step + self._distance, self._no_search_before if self._doubt else 0)
-        return Decision(None, Calendar(meet_at - WINDOW_STEPS + 1, meet_at), reason)
-
-
-def _settled(step: int) -> Calendar:
-    """Return when to measure another plan, which is followed after `step`."""
-    begin = step + 1 + SETTLING_STEPS
-    return Calendar(begin, begin + WINDOW_STEPS - 1)
+        last_step = max(step + self._distance, self._no_search_before if self._doubt else 0)
+        return Decision(None, Window.ending_with(last_step), reason)

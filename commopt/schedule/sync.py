@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the ranks put together what they measured and rank 0 decides for all; on the lane, collectively."""
+"""Synchronisation points: the ranks put their measurements together and rank 0 decides; collective, on the lane."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from commopt.aggregate import Aggregator, Flat, Hierarchical, auto_of
-from commopt.feedback import Layout, Shadow
+from commopt.compress import Candidates
+from commopt.feedback import ExactSample, Layout
 from commopt.groups import Team, broadcast_bytes
 from commopt.schedule.calibration import (
     LARGEST_NBYTES,
@@ -25,14 +26,14 @@ from commopt.schedule.calibration import (
     prices_from_points,
     samples_of,
 )
-from commopt.schedule.candidates import Family, allowed_families, available, candidates, exact, local_messages
+from commopt.schedule.candidates import Candidate, allowed_families, available, exact, local_messages, one_of_each
 from commopt.schedule.config import BucketConfig
-from commopt.schedule.decision import Calendar, Decision, Option, Tuned
-from commopt.schedule.measure import Measuring, StepTimes, latest, own_times
+from commopt.schedule.decision import Decision, Tuned, Window
+from commopt.schedule.measure import StepRecorder, StepTable, latest, own_times
+from commopt.schedule.measurement import Measurement
 from commopt.schedule.plan import Plan, Unit
 from commopt.schedule.prices import Costs
 from commopt.schedule.search import Search
-from commopt.schedule.window import Window
 
 _log = logging.getLogger("commopt")
 
@@ -42,31 +43,39 @@ _PLAIN = {repr(Flat()): "flat", repr(Hierarchical()): "hierarchical"}
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """What all ranks know alike when they meet after `step`, and what this one measured.
+class SyncPoint:
+    """The facts at a synchronisation point, alike on all ranks, and the measurements of this one.
 
-    strategy, gradients: what averaged the last step, and the averages by bucket, with what lies where. settled: whether
-    the last step had the buckets of the one before. movable: whether DDP can be given others.
-    shadow: knows how far compressed averages are behind exact ones; None where nobody compares. looks: whether only
-    that is to be looked at. tuned: what tuning has come to. optimizer: as Tuned has it.
+    coordinator: decides.
+    step: the last one before it.
+    recorder: of this rank's times.
+    strategy: the repr of the aggregator of the last step.
+    gradients: the averages of the last step by bucket, with their layouts.
+    settled: whether the last step had the buckets of the one before.
+    movable: whether DDP can be given other buckets.
+    overhead_us: the cost of each bucket on the host.
+    tuned: the result of tuning so far.
+    shadow: how far compressed averages are behind exact ones; None where nobody compares.
+    looks: whether only the shadow is to be looked at.
+    optimizer: as Tuned has it.
     """
 
-    sync: Sync
+    coordinator: Coordinator
     step: int
-    measuring: Measuring
+    recorder: StepRecorder
     strategy: str
     gradients: Sequence[tuple[Layout, Tensor]]
     settled: bool
     movable: bool
     overhead_us: float
     tuned: Tuned | None
-    shadow: Shadow | None = None
+    shadow: ExactSample | None = None
     looks: bool = False
     optimizer: str = ""
 
     @property
-    def what(self) -> str:
-        """What it is, in the words of an error message."""
+    def title(self) -> str:
+        """Its name in an error message."""
         return f"planning after step {self.step}"
 
     @cached_property
@@ -100,139 +109,157 @@ class Meeting:
             nbytes[buffer.dtype] += buffer.nbytes
         return nbytes.most_common(1)[0][0]
 
-    def hold(self) -> None:
-        """Meet, on the lane: afterwards `sync.decision` is the same on every rank."""
-        self.sync.hold(self)
+    def decide(self) -> None:
+        """Decide, on the lane: afterwards `coordinator.decision` is the same on every rank."""
+        self.coordinator.decide(self)
 
     def steps_behind(self) -> float | None:
         """Return how far compressed averages are behind exact ones; waits for the device."""
         return None if self.shadow is None else self.shadow.steps_behind()
 
 
-class Sync:
-    """All meetings of one registration; on the first rank, which decides, they add up to a Search.
+class Coordinator:
+    """Decides at all synchronisation points of one registration; rank 0 does so with a Search.
 
-    strategies: what may average, by the names in plans; the first is what is used without a plan.
-    decision: of the last meeting, None when the first rank could not decide; step: after which it was.
+    decision: of the last point. None if rank 0 could not decide or, after a look, if there is nothing to change.
+    step: after which the last decision was made.
+    is_leader: whether this is rank 0.
     """
 
     def __init__(self, team: Team, aggregator: Aggregator, config: BucketConfig) -> None:
         self.decision: Decision | None = None
         self.step = 0
         self.is_leader = team.rank == 0
-        self.strategies: Mapping[str, Aggregator] = available(aggregator, team)
         self._team = team
+        self._strategies = available(aggregator, team)
         self._links = config.links
         self._auto = auto_of(aggregator)
         self._exact = exact(aggregator, team)
         self._families = allowed_families(aggregator, team)
         self._local = local_messages(aggregator, team)
-        self._options: list[Option] | None = None
+        self._candidates: list[Candidate] | None = None
         self._points: dict[str, Points] | None = None
         self._search: Search | None = None
+        self._retime = False  # messages before the next decision
 
-    def begin_anew(self) -> None:
-        """Forget what was measured and decided so far, but for what messages cost."""
+    def restart(self) -> None:
+        """Forget measurements and decisions, but keep the times of messages."""
         self._search = None
 
-    def hold(self, meeting: Meeting) -> None:
-        """Meet: afterwards `decision` is the same on every rank, after a look the one before where nothing is wrong."""
-        if meeting.looks:
-            search = self._search
-            found = self._from_leader(
-                meeting, lambda: search.look(meeting.steps_behind(), meeting.step) if search else ""
-            )
-            if found:
-                self.step = meeting.step
-                self.decision = Decision.from_json(found)
+    def decide(self, point: SyncPoint) -> None:
+        """Set `decision`, the same on every rank."""
+        if point.looks:
+            self.decision = self._from_leader(point, self._look)
+            if self.decision is not None:
+                self.step = point.step
             return
-        steps = range(meeting.measuring.calendar.measure_from, meeting.step + 1)
-        records = meeting.measuring.records() if meeting.settled else {}
-        ready_us = meeting.measuring.ready_us()
-        own = own_times(records, ready_us, steps, meeting.units, len(meeting.gradients))
+        steps = range(point.recorder.window.first_step, point.step + 1)
+        records = point.recorder.records() if point.settled else {}
+        own = own_times(records, point.recorder.ready_us(), steps, point.units, len(point.gradients))
         times = latest(self._team, own)
-        try_out = self.decision is not None and self.decision.try_out
-        self.step = meeting.step
+        retime, self._retime = self._retime, False
+        self.step = point.step
         self.decision = None
-        if self._options is None or meeting.strategy not in [option.strategy for option in self._options]:
-            answer = json.loads(self._from_leader(meeting, lambda: self._find_options(meeting)) or '""')
+        if self._candidates is None or point.strategy not in [each.strategy for each in self._candidates]:
+            answer = json.loads(self._text_from_leader(point, self._find_candidates) or '""')
             if isinstance(answer, str):
-                if answer:  # as a GradScaler has them while it looks for its scale
-                    calendar = Calendar(meeting.step + 1, meeting.step + len(steps))
-                    self.decision = Decision(None, calendar, f"measuring again: {answer}")
+                if answer:  # a gradient is not finite, as while a GradScaler looks for its scale
+                    window = Window(point.step + 1, point.step + len(steps))
+                    self.decision = Decision(None, window, f"measuring again: {answer}")
                 return
-            self._options = [Option(**entry) for entry in answer]
+            self._candidates = [Candidate(**entry) for entry in answer]
             self._points = None
             self._search = None
-        chosen = {option.strategy: self.strategies[option.strategy] for option in self._options} | self._local
-        if self._points is None or try_out:
-            self._points = {} if self._links is not None else self._try_out(meeting, chosen)
-            try_out = True
-        decided = self._from_leader(meeting, lambda: self._decide(meeting, chosen, times, anew=try_out))
-        self.decision = Decision.from_json(decided) if decided else None
+        aggregators = {each.strategy: self._strategies[each.strategy] for each in self._candidates} | self._local
+        retimed = self._points is None or retime
+        if retimed:
+            self._points = {} if self._links is not None else self._time_messages(point, aggregators)
+        self.decision = self._from_leader(
+            point, lambda point: self._search_on(point, aggregators, times, retimed=retimed)
+        )
+        self._retime = self.decision is not None and self.decision.retime
 
-    def _from_leader(self, meeting: Meeting, say: Callable[[], str]) -> str:
-        """Return what rank 0 says, "" where it fails: a plan is worth having, but not at the price of the training."""
+    def _look(self, point: SyncPoint) -> Decision | None:
+        return None if self._search is None else self._search.look(point.steps_behind(), point.step)
+
+    def _from_leader(self, point: SyncPoint, decide: Callable[[SyncPoint], Decision | None]) -> Decision | None:
+        """Return rank 0's decision on every rank."""
+
+        def as_text(point: SyncPoint) -> str:
+            decision = decide(point)
+            return "" if decision is None else decision.to_json()
+
+        text = self._text_from_leader(point, as_text)
+        return Decision.from_json(text) if text else None
+
+    def _text_from_leader(self, point: SyncPoint, write: Callable[[SyncPoint], str]) -> str:
+        """Return rank 0's text, "" where it fails: a plan is worth having, but not at the price of the training."""
         text = ""
         if self.is_leader:
             try:
-                text = say()
+                text = write(point)
             except Exception:
-                _log.exception("no plan could be made after step %d; buckets stay as they are", meeting.step)
+                _log.exception("no plan could be made after step %d; buckets stay as they are", point.step)
         return broadcast_bytes(self._team, text.encode() if self.is_leader else None, 0).decode()
 
-    def _find_options(self, meeting: Meeting) -> str:
-        """Return as JSON what may be chosen, or why that cannot be known yet."""
-        options = [Option(_PLAIN.get(name, str(each)), name) for name, each in self._exact.items()]
+    def _find_candidates(self, point: SyncPoint) -> str:
+        """Return the candidates as JSON, or why they cannot be known yet."""
+        found = [Candidate(_PLAIN.get(name, str(each)), name) for name, each in self._exact.items()]
         if self._auto is not None:
             try:
-                options += candidates(self._families, meeting.gradients, meeting.optimizer) if self._families else []
-                if meeting.strategy not in [option.strategy for option in options]:
-                    # An earlier run's choice, of another strength of the family.
-                    running = self.strategies[meeting.strategy]
-                    alone = Family(str(running), (running,), 0)
-                    options += candidates([alone], meeting.gradients, meeting.optimizer)
+                found += one_of_each(self._families, point.gradients, point.optimizer) if self._families else []
+                if point.strategy not in [each.strategy for each in found]:
+                    # The choice of an earlier run, of another strength of the family.
+                    running = self._strategies[point.strategy]
+                    alone = Candidates(str(running), (running,))
+                    found += one_of_each([alone], point.gradients, point.optimizer)
             except FloatingPointError as error:
                 return json.dumps(str(error))
-        return json.dumps([asdict(option) for option in options])
+        return json.dumps([asdict(each) for each in found])
 
-    def _decide(self, meeting: Meeting, chosen: Mapping[str, Aggregator], times: StepTimes, *, anew: bool) -> str:
-        """Return the decision as JSON. anew: whether messages were tried out just now."""
-        window = Window.of(meeting.plan, meeting.units, times)
-        if anew or self._search is None:
-            prices = prices_from_points(self._points or {}, meeting.whole, meeting.dtype)
-            if self._links is not None:
-                prices = prices_from_links(chosen, meeting.whole, meeting.dtype, self._team, self._links)
-            costs = Costs(prices, meeting.overhead_us)
-            if self._search is None:
-                auto, nodes = self._auto, self._team.ranks_per_node
-                tuning = (
-                    ()
-                    if auto is None
-                    else (
-                        auto.max_trials,
-                        tuple(auto.allow),
-                        nodes,
-                        meeting.tuned,
-                        meeting.optimizer,
-                    )
-                )
-                # No message larger than what was tried: scratch grows with the largest.
-                self._search = Search(self._options or [], costs, LARGEST_NBYTES, *tuning)
-            else:
-                self._search.reprice(costs)
-        window = replace(window, steps_behind=meeting.steps_behind(), movable=meeting.movable)
-        return self._search.decide(window, meeting.step).to_json()
+    def _costs(self, point: SyncPoint, aggregators: Mapping[str, Aggregator]) -> Costs:
+        if self._links is not None:
+            prices = prices_from_links(aggregators, point.whole, point.dtype, self._team, self._links)
+        else:
+            prices = prices_from_points(self._points or {}, point.whole, point.dtype)
+        return Costs(prices, point.overhead_us)
 
-    def _try_out(self, meeting: Meeting, chosen: Mapping[str, Aggregator]) -> dict[str, Points]:
-        samples = samples_of(meeting.whole, meeting.dtype.itemsize)
-        budget_s = len(chosen) * _BUDGET_OF_EACH_S
+    def _search_on(
+        self, point: SyncPoint, aggregators: Mapping[str, Aggregator], times: StepTable, *, retimed: bool
+    ) -> Decision:
+        """Return the decision of the search. retimed: whether messages have just been timed."""
+        measured = Measurement.of(point.plan, point.units, times)
+        if self._search is None:
+            self._search = self._new_search(point, self._costs(point, aggregators))
+        elif retimed:
+            self._search.reprice(self._costs(point, aggregators))
+        measured = replace(measured, steps_behind=point.steps_behind(), movable=point.movable)
+        return self._search.decide(measured, point.step)
+
+    def _new_search(self, point: SyncPoint, costs: Costs) -> Search:
+        # No message larger than those that were timed: scratch grows with the largest.
+        if self._auto is None:
+            return Search(self._candidates or [], costs, LARGEST_NBYTES)
+        return Search(
+            self._candidates or [],
+            costs,
+            LARGEST_NBYTES,
+            max_trials=self._auto.max_trials,
+            allow=tuple(self._auto.allow),
+            nodes=self._team.ranks_per_node,
+            adopted=point.tuned,
+            optimizer=point.optimizer,
+        )
+
+    def _time_messages(self, point: SyncPoint, aggregators: Mapping[str, Aggregator]) -> dict[str, Points]:
+        samples = samples_of(point.whole, point.dtype.itemsize)
+        budget_s = len(aggregators) * _BUDGET_OF_EACH_S
         if self.is_leader:
             # Without logging set up only warnings are seen, and nobody looks for the cause of a short wait.
             level = logging.WARNING if budget_s >= _NOTICED_S else logging.INFO
-            _log.log(level, "training waits for up to %.1f s: measuring what messages take here", budget_s)
+            _log.log(level, "training waits for up to %.1f s: timing messages here", budget_s)
         begun_s = perf_counter()
-        points = calibrate(chosen, samples, meeting.dtype, self._team, budget_s)
+        points = calibrate(aggregators, samples, point.dtype, self._team, budget_s)
         if self.is_leader:
-            _log.info("measured in %.1f s what messages take here; training goes on", perf_counter() - begun_s)
+            _log.info("timed messages here in %.1f s; training continues", perf_counter() - begun_s)
         return points

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An asynchronous outer optimizer: workers train by themselves and exchange what they learned with a server."""
+"""An asynchronous outer optimizer: each worker trains on its own and exchanges parameter updates with a server."""
 
 from commopt.server.scheduler import Scheduler
 from commopt.server.server import Server

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes of one worker: one alone, or the ranks of a DDP model, the first of which talks to the server."""
+"""The processes of one worker: a single process, or the ranks of a DDP model, whose first rank talks to the server."""
 
 from __future__ import annotations
 
@@ -14,50 +14,56 @@ from torch import Tensor
 
 from commopt import errors
 from commopt.errors import CommoptError, TransportError
-from commopt.feedback.parcels import Parcel
+from commopt.feedback.parameter_buckets import ParameterBucket
 
-_TELL_S = 0.5  # the other ranks hear so often that there is no result yet: their group's timeout never passes
+_WAIT_S = 0.5  # between two broadcasts of "not yet", which keep the group's timeout from passing
 _NOT_YET = {"done": False}
 
 
-class Ranks:
-    """group: of a DDP model; None is a process by itself. device: of what the group can send; None: the CPU."""
+class WorkerRanks:
+    """The ranks that share one connection to the server.
+
+    group: process group of a DDP model; None for a single process.
+    device: device whose tensors the group can send; None: the CPU.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device | None = None) -> None:
         self._group = None if group is None or group.size() == 1 else group
         self._device = torch.device("cpu") if device is None else device
-        self.leads = group is None or group.rank() == 0
+        self.is_first = group is None or group.rank() == 0
 
-    def share(self, call: Callable[[], Any]) -> Any:
-        """Let the first rank do it; return what came of it on all, as JSON has it, and raise its error on all."""
+    def run_on_first(self, call: Callable[[], Any]) -> Any:
+        """Run `call` on the first rank. Return its result, a JSON value, and raise its error, on all ranks."""
         if self._group is None:
             return call()
-        if self.leads:
-            attempt = _Attempt(call)
-            while not attempt.over.wait(_TELL_S):
-                self._tell(_NOT_YET)
-            found = self._tell({"done": True, "result": attempt.result, "error": _as_words(attempt.error)})
+        if self.is_first:
+            background = _BackgroundCall(call)
+            while not background.over.wait(_WAIT_S):
+                self._broadcast_json(_NOT_YET)
+            found = self._broadcast_json(
+                {"done": True, "result": background.result, "error": _error_to_json(background.error)}
+            )
         else:
-            while not (found := self._tell(None))["done"]:
+            while not (found := self._broadcast_json(None))["done"]:
                 pass
         if found["error"] is not None:
-            raise _error_of(found["error"]) from (attempt.error if self.leads else None)
+            raise _error_from_json(found["error"]) from (background.error if self.is_first else None)
         return found["result"]
 
-    def spread(self, parcel: Parcel) -> None:
-        """Give all ranks the first one's values."""
+    def broadcast(self, bucket: ParameterBucket) -> None:
+        """Copy the first rank's values to all ranks."""
         if self._group is not None:
-            values = parcel.values(copy=True)
+            values = bucket.values(copy=True)
             dist.broadcast(values, group=self._group, group_src=0)
-            parcel.put(values)
+            bucket.put(values)
 
-    def _tell(self, words: dict[str, Any] | None) -> dict[str, Any]:
-        """Return what the first rank says; the others say None. As tensors, so that nothing is unpickled."""
-        text = b"" if words is None else json.dumps(words).encode()
+    def _broadcast_json(self, message: dict[str, Any] | None) -> dict[str, Any]:
+        """Return the first rank's message, for which the others pass None. Sent as tensors, so nothing is unpickled."""
+        text = b"" if message is None else json.dumps(message).encode()
         length = torch.tensor([len(text)], device=self._device)
         dist.broadcast(length, group=self._group, group_src=0)
         data = torch.empty(int(length), dtype=torch.uint8, device="cpu")
-        if words is not None:
+        if message is not None:
             data.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
         moved: Tensor = data.to(self._device)
         dist.broadcast(moved, group=self._group, group_src=0)
@@ -65,8 +71,8 @@ class Ranks:
         return found
 
 
-class _Attempt:
-    """A call in a thread of its own, with this thread's device and stream."""
+class _BackgroundCall:
+    """A call in a thread of its own, on the CUDA stream of the calling thread."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
         self.result: Any = None
@@ -81,13 +87,13 @@ class _Attempt:
         try:
             with torch.cuda.stream(self._stream):  # None: nothing changes
                 self.result = self._call()
-        except Exception as error:  # the others wait for this rank's word
+        except Exception as error:  # raised on all ranks
             self.error = error
         finally:
             self.over.set()
 
 
-def _as_words(error: Exception | None) -> list[str] | None:
+def _error_to_json(error: Exception | None) -> list[str] | None:
     if error is None:
         return None
     if isinstance(error, CommoptError):
@@ -95,6 +101,6 @@ def _as_words(error: Exception | None) -> list[str] | None:
     return [TransportError.__name__, f"the first rank of this worker failed: {type(error).__name__}: {error}"]
 
 
-def _error_of(words: list[str]) -> CommoptError:
-    kind = getattr(errors, words[0], None)
-    return (kind if isinstance(kind, type) and issubclass(kind, CommoptError) else TransportError)(words[1])
+def _error_from_json(text: list[str]) -> CommoptError:
+    kind = getattr(errors, text[0], None)
+    return (kind if isinstance(kind, type) and issubclass(kind, CommoptError) else TransportError)(text[1])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a round is over: who takes part, whose delta has come, and how long the others are waited for."""
+"""Rounds of the server: the workers that take part, the deltas received, and the waiting time for the others."""
 
 from __future__ import annotations
 
@@ -13,19 +13,22 @@ from typing import Any
 from torch import Tensor
 
 from commopt.errors import MismatchError, UnsupportedTensorError
-from commopt.server.shared import Delta, Shared
+from commopt.server.shared import Delta, SharedParameters
 
-_LOOKED_BACK = 64  # arrivals and deltas
-_LEAST_DEVIATION = 0.01  # of the median: arrivals may be alike to the clock's last digit
-_HUGE = 100.0  # times the usual
+_HISTORY = 64  # arrivals and norms
+_LEAST_DEVIATION = 0.01  # of the median: arrivals may be equal to the clock's last digit
+_HUGE = 100.0  # times the usual norm
 
 
 @dataclass(eq=False)
-class Seat:
-    """A worker that has joined. base: the round that it trains from, None before it has pulled.
+class WorkerState:
+    """A worker that has joined.
 
-    takes_part: rounds wait for it; who comes in the middle of one begins with the next. pushed: it has not pulled since
-    its last delta. counted, late: what became of that.
+    base: the round it trains from; None before its first pull.
+    takes_part: whether rounds wait for it. A worker that joins during a round takes part from the next one on.
+    pushed: whether it has sent a delta since its last pull.
+    counted: whether its last delta counted.
+    late: how many rounds late its last delta was.
     """
 
     base: int | None = None
@@ -36,105 +39,112 @@ class Seat:
 
 
 class Rounds:
-    """The workers that have joined, and the deltas of the round that is open. Nothing here waits, or locks.
+    """The workers that have joined, and the deltas of the open round. Nothing here waits or locks.
 
-    first: the first round begins when so many are there at the same time.
+    first: number of workers that must be present for the first round to begin.
     """
 
     def __init__(self, first: int) -> None:
-        self.shared: Shared | None = None
-        self.seats: dict[int, Seat] = {}
-        self.refused = 0  # deltas that came too late
+        self.shared: SharedParameters | None = None
+        self.workers: dict[int, WorkerState] = {}
+        self.refused = 0  # number of deltas that were too late
         self._first = first
         self._begun = False
         self._deltas: dict[int, Delta] = {}
-        self._arrivals: deque[float] = deque(maxlen=_LOOKED_BACK)  # seconds after a round's beginning
-        self._norms: deque[float] = deque(maxlen=_LOOKED_BACK)  # of what deltas have learned
+        self._arrivals: deque[float] = deque(maxlen=_HISTORY)  # in seconds since the round began
+        self._norms: deque[float] = deque(maxlen=_HISTORY)  # of recent deltas
         self._opened = time.monotonic()
 
     def join(self, number: int) -> None:
-        """Let a worker in."""
-        self.seats[number] = Seat()
+        """Add a worker."""
+        self.workers[number] = WorkerState()
         self._begin_if_idle()
 
     def leave(self, number: int) -> None:
-        """Go on without a worker; a delta that it has sent counts. A round may be due then."""
-        self.seats.pop(number, None)
+        """Remove a worker; a delta it has already sent still counts. The round may then be due."""
+        self.workers.pop(number, None)
         self._begin_if_idle()
 
     def require_base(self, number: int, base: int) -> None:
-        """Raise MismatchError unless a worker may send a delta now, of the round that it says it trained from."""
-        seat, now = self.seats[number], self.held().round
-        if not 0 <= base <= now or base != seat.base:
+        """Raise MismatchError unless this worker may now send a delta from round `base`."""
+        worker, now = self.workers[number], self.parameters().round
+        if not 0 <= base <= now or base != worker.base:
             raise MismatchError(
-                f"its delta is said to be of round {base}; it pulled that of {seat.base}, and {now} have closed"
+                f"its delta is said to start from round {base}; it pulled round {worker.base}, and {now} have closed"
             )
-        if seat.pushed:
-            raise MismatchError("it has sent two deltas, and has not pulled between them")
+        if worker.pushed:
+            raise MismatchError("it has sent two deltas without a pull between them")
 
-    def counts(self, base: int) -> bool:
-        """Return whether a delta that began from a round is not too late."""
-        shared = self.held()
-        return shared.round - base <= shared.settings.staleness and shared.holds(base)
+    def is_recent(self, base: int) -> bool:
+        """Return whether a delta from round `base` still counts."""
+        shared = self.parameters()
+        return shared.round - base <= shared.settings.staleness and shared.has_round(base)
 
     def require_usual(self, norm: float) -> None:
-        """Raise UnsupportedTensorError for a delta that is far larger than what all have learned lately, and theta."""
-        usual = max(self.held().norm(), median(self._norms) if self._norms else 0.0)
+        """Raise UnsupportedTensorError for a delta whose norm far exceeds recent deltas and the parameters."""
+        usual = max(self.parameters().norm(), median(self._norms) if self._norms else 0.0)
         if norm > _HUGE * usual > 0:
             raise UnsupportedTensorError(
                 f"the norm of its delta is {norm:.3g}, more than {_HUGE:g} times that of the parameters and of usual "
-                f"deltas, {usual:.3g}; its training diverges, or something is broken there"
+                f"deltas, {usual:.3g}; its training diverges, or its machine is faulty"
             )
 
     def add(self, number: int, delta: Delta, norm: float) -> bool:
-        """Take a worker's delta into the round that is open, unless it is too old; return whether. A round may be due.
+        """Add a worker's delta to the open round unless it is too late; return whether it counts. The round may be due.
 
-        norm: of what it has learned.
+        norm: L2 norm of the delta.
         """
-        shared, seat = self.held(), self.seats[number]
-        seat.late = shared.round - delta.base
-        seat.counted = self.counts(delta.base)
-        seat.pushed = True
-        if seat.counted:
+        shared, worker = self.parameters(), self.workers[number]
+        worker.late = shared.round - delta.base
+        worker.counted = self.is_recent(delta.base)
+        worker.pushed = True
+        if worker.counted:
             self._deltas[number] = delta
             self._norms.append(norm)
-            if seat.late == 0:
+            if worker.late == 0:
                 self._arrivals.append(time.monotonic() - self._opened)
         else:
             self.refused += 1
-        return seat.counted
+        return worker.counted
 
     def may_pull(self, number: int) -> bool:
-        """Return whether a worker need not wait: its delta is in the parameters, or was refused."""
-        return self.seats[number].takes_part and number not in self._deltas
+        """Return whether a worker may pull now: its delta is in the parameters, or was refused."""
+        return self.workers[number].takes_part and number not in self._deltas
 
     def pull(self, number: int, whole: bool) -> tuple[dict[str, Any], Sequence[Tensor]]:
-        """Return what a worker is told, and the tensors that it gets. whole: it wants all of the parameters."""
-        shared, seat = self.held(), self.seats[number]
-        updates = shared.update is not None and seat.base == shared.round - 1 and not whole
+        """Return the header and the tensors of the answer to a pull.
+
+        whole: whether the worker asks for the full parameters, not for an update.
+        """
+        shared, worker = self.parameters(), self.workers[number]
+        updates = shared.update is not None and worker.base == shared.round - 1 and not whole
         tensors = (shared.update or []) if updates else shared.public
-        seat.base = shared.round
-        seat.pushed = False
-        told = {"round": seat.base, "updates": updates, "counted": seat.counted, "late": seat.late}
-        return told, tuple(tensors)
+        worker.base = shared.round
+        worker.pushed = False
+        header = {"round": worker.base, "updates": updates, "counted": worker.counted, "late": worker.late}
+        return header, tuple(tensors)
 
     def close_if_due(self) -> bool:
-        """Close the round if enough deltas have come, and nobody is waited for any more; return whether.
+        """Close the round if it has enough deltas and waits for no worker any more; return whether it was closed.
 
         Raises UnsupportedTensorError, and changes nothing, when the parameters would not be finite.
         """
         if not self._deltas:
             return False
-        shared, missing = self.held(), self.missing()
+        shared, missing = self.parameters(), self.missing()
         if missing:
             quorum, grace = shared.settings.quorum, shared.settings.grace
             if quorum is None or len(self._deltas) < quorum:
                 return False
-            in_step = any(self.seats[each].base == shared.round for each in missing)  # others come late in any case
+            in_step = any(
+                self.workers[each].base == shared.round for each in missing
+            )  # the others are late in any case
             if in_step and time.monotonic() < self._opened + window_s(self._arrivals, grace):
                 return False
         bases = {
-            seat.base for number, seat in self.seats.items() if number not in self._deltas and seat.base is not None
+            worker.base
+            for number, worker in self.workers.items()
+            if number not in self._deltas and worker.base is not None
         }
         shared.close([self._deltas[number] for number in sorted(self._deltas)], bases)
         self._deltas.clear()
@@ -143,42 +153,44 @@ class Rounds:
 
     def missing(self) -> list[int]:
         """Return the workers that the open round waits for."""
-        return sorted(number for number, seat in self.seats.items() if seat.takes_part and number not in self._deltas)
+        return sorted(
+            number for number, worker in self.workers.items() if worker.takes_part and number not in self._deltas
+        )
 
     def waits_for(self) -> tuple[str, list[int]]:
-        """Return, in words and by number, for whom a worker waits that may not pull yet."""
+        """Return, as text and as numbers, the workers for which a pull waits."""
         if not self._begun:
-            return f"{self._first} workers, of which {len(self.seats)} have joined", []
+            return f"{self._first} workers, of which {len(self.workers)} have joined", []
         missing = self.missing()
         if not missing:
-            return f"the end of round {self.held().round}", []
+            return f"the end of round {self.parameters().round}", []
         names = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-        return f"{'worker' if len(missing) == 1 else 'workers'} {names} of round {self.held().round}", missing
+        return f"{'worker' if len(missing) == 1 else 'workers'} {names} of round {self.parameters().round}", missing
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes that are held, by what they are."""
+        """Return the bytes of the tensors held, by kind."""
         deltas = sum(each.nbytes for delta in self._deltas.values() for each in delta.payloads)
         return {**(self.shared.memory() if self.shared is not None else {}), "deltas": deltas}
 
-    def held(self) -> Shared:
-        """Return the parameters, which are there once the first worker has joined."""
+    def parameters(self) -> SharedParameters:
+        """Return the shared parameters. To be called after the first worker has joined."""
         assert self.shared is not None
         return self.shared
 
     def _begin_if_idle(self) -> None:
-        ready = self._begun or len(self.seats) >= self._first
-        if self.seats and ready and not any(seat.takes_part for seat in self.seats.values()):
+        ready = self._begun or len(self.workers) >= self._first
+        if self.workers and ready and not any(worker.takes_part for worker in self.workers.values()):
             self._begin()
 
     def _begin(self) -> None:
         self._begun = True
         self._opened = time.monotonic()
-        for seat in self.seats.values():
-            seat.takes_part = True
+        for worker in self.workers.values():
+            worker.takes_part = True
 
 
 def window_s(arrivals: Collection[float], grace: float) -> float:
-    """Return how long a round waits for those that are usually there: median + grace * median absolute deviation."""
+    """Return the waiting time of a round: median arrival + grace * median absolute deviation, in seconds."""
     if not arrivals:
         return 0.0
     usual = median(arrivals)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all workers of a parameter server have in common, as object, as text, and compared."""
+"""The options that all workers of a parameter server share, as an object and as text that can be compared."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ ADDRESS_VARIABLE = "COMMOPT_SCHEDULER"
 
 @dataclass(frozen=True, repr=False)
 class ParameterServer(ConciseRepr):
-    """Train by oneself, and every `period` steps exchange with a server what was learned; others may be slow or die.
+    """Asynchronous training: each worker trains on its own and exchanges updates with a server every `period` steps.
 
-    `commopt.attach(model, ParameterServer("host:port"))` joins. The model is a plain module of one process, or a DDP
-    model, the ranks of which are one worker. The optimizer is the user's own, and each worker's. A worker m that pulled
-    theta of round r, and stands at theta_m now, sends the delta
+    Slow or dead workers do not stop the others. `commopt.attach(model, ParameterServer("host:port"))` joins. The model
+    is a plain module of one process, or a DDP model, whose ranks are one worker. Each worker has its own optimizer. A
+    worker m that pulled theta of round r and now has the parameters theta_m sends the delta
 
         a_m = decay e_m + theta_r - theta_m;  e_m = a_m - D(C(a_m))
 
-    with C the compressor and D its decoding. The server closes its round when enough deltas have come, and goes on with
+    with C the compressor and D its decoding. The server closes a round when it has enough deltas, and sets
 
         theta = outer(theta, sum_m w_m D(C(a_m)) / sum_m w_m)
 
-    w_m: what worker m says it did (`Worker.did`), by default the steps. A delta that comes late counts in the next
-    round; one that is too late is refused, and stays in e_m as a whole.
+    with w_m the work that worker m reports (`Worker.did`), by default its steps. A late delta counts in the next round.
+    A delta that is too late is refused, and its worker keeps all of it in e_m.
 
-    address: host:port of the scheduler; None: that of the environment, as `commopt worker` sets it.
+    address: host:port of the scheduler; None: the value of COMMOPT_SCHEDULER, which `commopt worker` sets.
     period: optimizer steps between two exchanges.
-    compressor: how deltas travel, and back how theta has changed. None: as float32.
+    compressor: compressor of deltas, and of the server's updates. None: float32 without compression.
     outer: the optimizer of theta.
     decay: the share of e_m that is kept, in (0, 1].
-    quorum: a round closes when so many deltas have come and the others' time is over, or when those of all present
-        workers have. None: only then, so that the slowest worker sets the pace.
-    staleness: a delta counts while at most so many rounds have closed since its worker pulled. A worker that is k times
+    quorum: number of deltas with which a round closes once the waiting time for the others is over. A round with the
+        deltas of all workers closes at once. None: always wait for all, so the slowest worker sets the pace.
+    staleness: a delta counts if at most this many rounds have closed since its worker pulled. A worker that is k times
         slower than the others needs k.
-    grace: a round waits for the median of past arrivals (since its beginning) plus `grace` times their median absolute
+    grace: the waiting time of a round is the median of past arrival times plus `grace` times their median absolute
         deviation.
     """
 
@@ -73,17 +73,17 @@ class ParameterServer(ConciseRepr):
             if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= most:
                 self._refuse(name, f"must be above 0 and at most {most:g}")
         if not isinstance(self.outer, Outer):
-            self._refuse("outer", "must be a commopt.Outer, as Outer(lr=0.7, momentum=0.9)")
+            self._refuse("outer", "must be a commopt.Outer, for example Outer(lr=0.7, momentum=0.9)")
         if self.compressor is not None and not isinstance(self.compressor, Compressor):
             self._refuse("compressor", "must be a compressor, for example OneBit(), or None")
         if self.address is not None and not isinstance(self.address, str):
-            self._refuse("address", "must be text, as 'node0:29400', or None")
+            self._refuse("address", "must be text such as 'node0:29400', or None")
 
     def _refuse(self, name: str, rule: str) -> None:
         raise ConfigurationError(f"ParameterServer({name}={getattr(self, name)!r}) {rule}")
 
     def attach(self, model: nn.Module) -> Worker:
-        """Join with a model, whose parameters become those that the server has; see `commopt.attach`."""
+        """Join with a model, whose parameters become the server's; see `commopt.attach`."""
         from commopt.server.worker import Worker
 
         return Worker(self, model)
@@ -91,12 +91,12 @@ class ParameterServer(ConciseRepr):
     # ------------------------------------------------------------------------------------- as text
 
     def as_text(self) -> dict[str, str]:
-        """Return what must be equal on all workers, each as Python code; `read` reads it."""
+        """Return the options that must be equal on all workers, each as Python code, for `read`."""
         return {each.name: repr(getattr(self, each.name)) for each in fields(self) if each.name != "address"}
 
     @classmethod
     def read(cls, text: Mapping[str, str]) -> ParameterServer:
-        """Return what `as_text` told. Raises ConfigurationError for a compressor that is not in COMPRESSORS here."""
+        """Return the object of `as_text`. Raises ConfigurationError for a compressor not in COMPRESSORS here."""
         return cls(**{name: _value_of(ast.parse(code, mode="eval").body) for name, code in text.items()})
 
 
@@ -104,7 +104,7 @@ _DTYPES = {str(dtype): dtype for dtype in (torch.float16, torch.bfloat16, torch.
 
 
 def _value_of(node: ast.AST) -> Any:
-    """Return what the repr of a setting means: literals, dtypes, and objects of known classes. Nothing else is run."""
+    """Evaluate the repr of an option: literals, dtypes, and objects of known classes. No other code is run."""
     if isinstance(node, ast.Tuple):
         return tuple(map(_value_of, node.elts))
     if isinstance(node, ast.Attribute):
@@ -114,5 +114,7 @@ def _value_of(node: ast.AST) -> Any:
     known: dict[str, Any] = {"Outer": Outer, **{kind.__name__: kind for kind in COMPRESSORS.values()}}
     name = ast.unparse(node.func)
     if name not in known:
-        raise ConfigurationError(f"the server knows no {name}; it is to import what adds it to commopt.COMPRESSORS")
+        raise ConfigurationError(
+            f"the server knows no {name}; import the module that adds it to commopt.COMPRESSORS there"
+        )
     return known[name](*map(_value_of, node.args), **{str(each.arg): _value_of(each.value) for each in node.keywords})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the server holds: the parameters, the outer momentum, and what a round makes of them. Nothing here waits."""
+"""The server's parameters and outer momentum, and their update by a round. Nothing here waits or locks."""
 
 from __future__ import annotations
 
@@ -24,19 +24,29 @@ Named = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Delta:
-    """What a worker has sent: payloads of each parcel, the round that it trained from, and how much it did."""
+    """A worker's delta.
+
+    base: the round it was trained from.
+    weight: the work done for it.
+    payloads: payload of each bucket.
+    """
 
     base: int
     weight: float
     payloads: Sequence[Tensor]
 
 
-class Shared:
-    """Parameters (theta) by parcel, float32 on the CPU. `exact` is theta; `public` what the workers of this round have.
+class SharedParameters:
+    """The parameters (theta) by bucket, float32 on the CPU, and the outer momentum.
 
-    With a compressor these differ: theta - public is what has not been sent yet. Without one workers send where they
-    stand rather than how far they came, so that a mean of parameters has no other rounding than itself.
-    Tensors are replaced, never changed: who sends some may go on meanwhile.
+    Without a compressor workers send their parameters rather than the difference, so that a mean of parameters is
+    rounded once only. Tensors are replaced and never changed, so a thread may send one while a round closes.
+
+    exact: theta.
+    public: the parameters that the workers of this round have. With a compressor theta - public is still unsent.
+    update: payloads that lead from the public parameters of the round before to these; None without a compressor.
+    round: number of rounds closed.
+    done: sum of the weights of all deltas applied.
     """
 
     def __init__(self, settings: ParameterServer, layouts: Sequence[Layout], values: Sequence[Tensor]) -> None:
@@ -46,32 +56,34 @@ class Shared:
         self.done = 0.0
         self.exact = list(values)
         self.public = list(values)
-        self.update: list[Tensor] | None = None  # from the public parameters of the round before to these
+        self.update: list[Tensor] | None = None
         self._momentum = [torch.zeros_like(each) for each in values] if settings.outer.momentum else []
-        self._earlier: dict[int, list[Tensor]] = {}  # of rounds that workers still train from; without a compressor
+        self._earlier: dict[int, list[Tensor]] = {}  # rounds that workers still train from; without a compressor
 
     # ------------------------------------------------------------------------------------- rounds
 
-    def begun_from(self, base: int) -> Sequence[Tensor]:
-        """Return the parameters of a round that `holds`; with a compressor, where nobody needs them, those of now."""
+    def parameters_of_round(self, base: int) -> Sequence[Tensor]:
+        """Return the parameters of a round that `has_round` confirms; with a compressor the present ones, as unused."""
         return self.exact if self.settings.compressor is not None or base == self.round else self._earlier[base]
 
-    def learned(self, delta: Delta, begun: Sequence[Tensor]) -> float:
-        """Return the L2 norm of what a delta has learned, from `begun_from`; it changes nothing, so it needs no lock.
+    def delta_norm(self, delta: Delta, start: Sequence[Tensor]) -> float:
+        """Return the L2 norm of a delta. Changes nothing, so it needs no lock.
 
-        Raises UnsupportedTensorError when it cannot be decoded, or is not finite.
+        Raises UnsupportedTensorError for a delta that cannot be decoded, or is not finite.
+
+        start: result of `parameters_of_round` for the delta's base.
         """
         square = 0.0
         for place, (wire, payload) in enumerate(zip(self.wires, delta.payloads, strict=True)):
             try:
                 values = wire.decode(payload, delta.base)
-            except Exception as error:  # whatever a decoder makes of bytes that no encoder wrote
+            except Exception as error:  # a decoder may raise anything for bytes that no encoder wrote
                 raise UnsupportedTensorError(f"the delta cannot be decoded: {type(error).__name__}: {error}") from None
             if self.settings.compressor is None:
-                values.sub_(begun[place])
+                values.sub_(start[place])
             square += float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
             if not math.isfinite(square):
-                name = _odd_piece(wire.layout, values)
+                name = _nonfinite_piece(wire.layout, values)
                 raise UnsupportedTensorError(f"the delta of parameter {name!r} is not finite")
         return math.sqrt(square)
 
@@ -79,15 +91,16 @@ class Shared:
         """Return the L2 norm of the parameters."""
         return math.hypot(*(float(torch.linalg.vector_norm(each, dtype=torch.float64)) for each in self.exact))
 
-    def holds(self, base: int) -> bool:
-        """Return whether a delta of a worker that trained from this round can be read."""
+    def has_round(self, base: int) -> bool:
+        """Return whether a delta from this round can be decoded."""
         return self.settings.compressor is not None or base == self.round or base in self._earlier
 
     def close(self, deltas: Sequence[Delta], bases: Collection[int]) -> None:
-        """End a round: apply the mean of some deltas, none of them older than `staleness`, in their order.
+        """Close a round: apply the weighted mean of `deltas`, added in their order.
 
-        bases: of which rounds deltas may still come. Raises UnsupportedTensorError, and changes nothing, when the
-        parameters would not be finite.
+        Raises UnsupportedTensorError, and changes nothing, when the parameters would not be finite.
+
+        bases: rounds from which deltas may still come.
         """
         settings, total = self.settings, math.fsum(delta.weight for delta in deltas)
         exact: list[Tensor] = []
@@ -95,7 +108,7 @@ class Shared:
         for place, theta in enumerate(self.exact):
             mean: Tensor | None = None
             for delta in deltas:
-                part = self._part(delta, place, theta, delta.weight / total)
+                part = self._weighted_delta(delta, place, theta, delta.weight / total)
                 mean = part if mean is None else mean.add_(part)
             assert mean is not None  # a round has a delta
             if not self._averages_parameters:
@@ -106,11 +119,11 @@ class Shared:
                 else:
                     settings.outer.step(theta, delta_mean, mean)
             exact.append(mean)
-        public, update = (exact, None) if settings.compressor is None else self._published(exact)
+        public, update = (exact, None) if settings.compressor is None else self._encode_update(exact)
         for each in (*exact, *momentum, *public):
             if not _is_finite(each):
                 raise UnsupportedTensorError(f"the parameters would not be finite after round {self.round}")
-        # Nothing can fail any more.
+        # From here on nothing can fail.
         if settings.compressor is None:
             self._earlier[self.round] = self.exact
         self.exact = exact
@@ -122,7 +135,7 @@ class Shared:
             del self._earlier[old]
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes of the tensors that are held, by what they are."""
+        """Return the bytes of the tensors held, by kind."""
         sent = 0 if self.update is None else _nbytes(self.update) + _nbytes(self.public)
         earlier = sum(map(_nbytes, self._earlier.values()))
         return {
@@ -136,19 +149,19 @@ class Shared:
     def _averages_parameters(self) -> bool:
         return self.settings.compressor is None and self.settings.outer == Outer()
 
-    def _part(self, delta: Delta, place: int, theta: Tensor, share: float) -> Tensor:
-        """Return a worker's share of the mean delta, or of the mean of parameters."""
+    def _weighted_delta(self, delta: Delta, place: int, theta: Tensor, share: float) -> Tensor:
+        """Return a worker's term of the mean of deltas, or of parameters."""
         values = self.wires[place].decode(delta.payloads[place], delta.base)
         if self.settings.compressor is not None:
             return values.mul_(share)
-        if delta.base != self.round:  # what it learned, on top of what the others have learned meanwhile
+        if delta.base != self.round:  # its change, added to the parameters that have changed since
             values.sub_(self._earlier[delta.base][place]).add_(theta)
         if self._averages_parameters:
             return values.mul_(share)
         return values.mul_(-share).add_(theta, alpha=share)
 
-    def _published(self, exact: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return what workers will have, and how that is encoded; what that leaves out stays between the two."""
+    def _encode_update(self, exact: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the workers' next parameters and the payloads of the update; theta - public keeps the residual."""
         update, public = [], []
         for wire, theta, known in zip(self.wires, exact, self.public, strict=True):
             change = theta - known
@@ -160,20 +173,20 @@ class Shared:
     # ------------------------------------------------------------------------------------- checkpoints
 
     def state(self) -> dict[str, Any]:
-        """Return round, what was done in all, parameters and momentum by name, in their shapes: copies."""
+        """Return round, work done, and copies of parameters and momentum by name, in their shapes."""
         return {
             "round": self.round,
             "done": self.done,
-            "parameters": _named(self.wires, self.exact),
-            "momentum": _named(self.wires, self._momentum) if self._momentum else {},
+            "parameters": _to_tensors(self.wires, self.exact),
+            "momentum": _to_tensors(self.wires, self._momentum) if self._momentum else {},
         }
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned. Raises ConfigurationError, and changes nothing, for what does not fit."""
+        """Resume from the result of `state`. Raises ConfigurationError, and changes nothing, if it does not fit."""
         round_number, done = require_saved(saved)
-        parameters = _laid_out(self.wires, field(saved, "parameters", dict), "parameters")
+        parameters = _to_buffers(self.wires, field(saved, "parameters", dict), "parameters")
         momentum = field(saved, "momentum", dict)
-        moments = _laid_out(self.wires, momentum, "momentum") if self._momentum and momentum else self._momentum
+        moments = _to_buffers(self.wires, momentum, "momentum") if self._momentum and momentum else self._momentum
         self.round = round_number
         self.done = done
         self.exact = parameters
@@ -182,9 +195,9 @@ class Shared:
 
 
 def require_saved(saved: Mapping[str, Any]) -> tuple[int, float]:
-    """Return "round" and "done" of what `state` returned, whatever the model is.
+    """Return "round" and "done" of a result of `state`, for any model.
 
-    Raises ConfigurationError for what could not be that of any.
+    Raises ConfigurationError for content that fits no model.
     """
     if not isinstance(saved, Mapping):
         refuse("all of it", saved, "a dict")
@@ -207,21 +220,21 @@ def require_saved(saved: Mapping[str, Any]) -> tuple[int, float]:
 
 
 def _is_finite(values: Tensor) -> bool:
-    """Return whether all elements are, without a tensor as long."""
+    """Return whether all elements are finite, without another tensor of this length."""
     return not values.numel() or all(bool(each.isfinite()) for each in torch.aminmax(values))
 
 
-def _odd_piece(layout: Layout, values: Tensor) -> str:
+def _nonfinite_piece(layout: Layout, values: Tensor) -> str:
     parts = values.split([piece.numel for piece in layout.pieces])
     odd = (piece.name for piece, part in zip(layout.pieces, parts, strict=True) if not _is_finite(part))
-    return next(odd, layout.pieces[0].name)  # where only the square overflows
+    return next(odd, layout.pieces[0].name)  # if only the square overflows
 
 
 def _nbytes(values: Sequence[Tensor]) -> int:
     return sum(each.numel() * each.element_size() for each in values)
 
 
-def _named(wires: Sequence[Wire], values: Sequence[Tensor]) -> dict[str, Tensor]:
+def _to_tensors(wires: Sequence[Wire], values: Sequence[Tensor]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for wire, buffer in zip(wires, values, strict=True):
         parts = buffer.split([piece.numel for piece in wire.layout.pieces])
@@ -231,7 +244,7 @@ def _named(wires: Sequence[Wire], values: Sequence[Tensor]) -> dict[str, Tensor]
     return found
 
 
-def _laid_out(wires: Sequence[Wire], named: Mapping[str, Any], where: str) -> list[Tensor]:
+def _to_buffers(wires: Sequence[Wire], named: Mapping[str, Any], where: str) -> list[Tensor]:
     names = [piece.name for wire in wires for piece in wire.layout.pieces]
     if sorted(named) != sorted(names):
         odd = min({*named} ^ {*names})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the values of a parcel travel between a worker and the server, one row of payload each way."""
+"""Encoding of a bucket between a worker and the server: one row of payload in each direction."""
 
 from __future__ import annotations
 
@@ -9,42 +9,47 @@ import torch
 from torch import Tensor
 
 from commopt.aggregate.rows import RowFormat, row_format
-from commopt.compress import Compressor, ErrorFeedback, Exact, RngKey
+from commopt.compress import Compressor, Encoding, ErrorFeedback, Exact, RngKey
 from commopt.feedback import Layout, Scratch
 
 
 @dataclass(frozen=True)
 class Wire:
-    """A parcel of float32 values. compressor: None sends them as they are."""
+    """Encodes and decodes the float32 values of one bucket.
+
+    layout: the bucket's pieces.
+    compressor: None sends the values without compression.
+    """
 
     layout: Layout
     compressor: Compressor | None
 
     def rows(self, number: int) -> RowFormat:
-        """Return what lies where in a payload. number: of the round it began from, by which compressors warm up."""
+        """Return the format of a payload.
+
+        number: base round of the delta, by which compressors warm up.
+        """
         compressor = None if self.compressor is None else self.compressor.at(number)
         dense = () if compressor is not None else ("*",)
         return row_format(self.layout, 1, compressor or Exact(), dense, torch.float32)
 
     def encode(
-        self, values: Tensor, number: int, kept: Tensor, decay: float = 1.0, rng: RngKey = RngKey()
+        self, values: Tensor, number: int, residual: Tensor, decay: float = 1.0, rng_key: RngKey = RngKey()
     ) -> tuple[Tensor, Tensor]:
-        """Return the payload (uint8, 1-D) of `values + decay * kept`, and what it leaves out (float32, as long)."""
-        rows = self.rows(number)
-        payload = torch.zeros(1, rows.nbytes, dtype=torch.uint8, device=values.device)
-        left = torch.zeros_like(values)
-        for region in rows.regions:
-            part = region.read(values, Scratch())
-            carry = ErrorFeedback(region.read(kept, Scratch()), torch.empty_like(part), None, decay)
-            region.compressor.compress(part, region.payload(payload), region.chunk_numel, 1.0, carry, rng)
-            region.write(left, carry.new)
-        return payload.view(-1), left
+        """Return the payload (uint8, 1-D) of `values + decay * residual`, and the next residual (float32, as long)."""
+        row = self.rows(number)
+        payload = torch.zeros(1, row.nbytes, dtype=torch.uint8, device=values.device)
+        next_residual = torch.zeros_like(values)
+        for region in row.regions:
+            taken = region.read(values, Scratch())
+            feedback = ErrorFeedback(region.read(residual, Scratch()), torch.empty_like(taken), None, decay)
+            encoding = Encoding(region.chunk_numel, 1.0, feedback, rng_key)
+            region.compressor.compress(taken, region.payload(payload), encoding)
+            region.write(next_residual, feedback.new)
+        return payload.view(-1), next_residual
 
     def decode(self, payload: Tensor, number: int) -> Tensor:
-        """Return the values of a payload, float32 on its device."""
+        """Return the values of a payload (float32, on its device)."""
         values = torch.empty(self.layout.numel, dtype=torch.float32, device=payload.device)
-        for region in self.rows(number).regions:
-            part = torch.empty(region.numel, dtype=torch.float32, device=payload.device)
-            region.compressor.decompress(region.payload(payload.view(1, -1)), part, region.chunk_numel)
-            region.write(values, part)
+        self.rows(number).decode(payload.view(1, -1), values, Scratch())
         return values

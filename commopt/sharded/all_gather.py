@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The weights of an FSDP2 parameter group come to every rank: compressed across nodes, exact inside.
 
-Every rank computes with what was decoded, of its own shard too, so all compute with equal weights; the shards that the
-optimizer steps stay exact, so errors do not add up.
+Every rank computes with decoded weights, those of its own shard too, so all compute with equal weights. The shards that
+the optimizer steps stay exact, so errors do not add up.
 """
 
 from __future__ import annotations
@@ -12,33 +12,33 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from commopt.aggregate.base import Step, call, work
-from commopt.compress import Compressor, Quantize
+from commopt.aggregate.base import Action, call, work
+from commopt.aggregate.rows import ShardRows, shard_rows
+from commopt.compress import Compressor, Encoding, Quantize
 from commopt.concise_repr import ConciseRepr
 from commopt.errors import ConfigurationError
 from commopt.feedback import Scratch, checked_patterns
 from commopt.groups import Team, TeamShape
-from commopt.sharded.reduce_scatter import Places
-from commopt.sharded.rows import Parts, Rows, rows_of
+from commopt.sharded.shards import Parts, ShardOrder
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, repr=False)
 class Weights(ConciseRepr):
-    """How FSDP2's weights travel between nodes, on a 1-D mesh: what `attach(weights=)` takes. None: exact, by FSDP.
+    """How FSDP2's weights travel between nodes on a 1-D mesh, for `attach(weights=)`. None: exact, by FSDP.
 
     Weights are of float32, bfloat16 or float16, the dtype that they are computed with; others are gathered exactly.
 
     compressor: encodes this rank's shard of a group, a 1-D tensor, once for each node; Quantize or Cast, rounding to
         nearest, without start_step.
-    second_copy: keep what was decoded (the elements of a group over the ranks of a node, in the dtype of the weights),
-        as in ZeRO++ (Wang et al., arXiv 2306.10209, section 3.2): the gather before backward then stays inside the
-        node. Every other gather crosses, whatever has changed.
+    second_copy: keep the decoded weights (the elements of a group over the ranks of a node, in their dtype), as in
+        ZeRO++ (Wang et al., arXiv 2306.10209, section 3.2): the gather before backward then stays inside the node.
+        Every other gather crosses, whatever has changed.
     difference: send the difference to the second copy, in float32 (SDP4Bit, Jia et al., arXiv 2410.15526, section 3.1).
-        What one crossing leaves out is in the next difference, so 4 bits do; the first crossing is exact, and so is the
-        next one after `invalidate()` and `load_state_dict`.
-    dense: patterns of parameter names, as fnmatch has them, that travel as they are, beside what would not shrink.
+        The error of one crossing is in the next difference, so 4 bits suffice. The first crossing is exact, and so is
+        the next one after `invalidate()` and `load_state_dict`.
+    dense: patterns of parameter names, as in fnmatch, that travel uncompressed, beside those that would not shrink.
 
     Raises ConfigurationError for anything else; `attach` does, on every rank, for nodes with unequal numbers of ranks.
     """
@@ -73,12 +73,13 @@ class Weights(ConciseRepr):
 class AllGather:
     """Gathers the weights of one parameter group. Raises ConfigurationError, on all ranks, on nodes of unequal length.
 
-    copy: the second copy [nodes, n], what was decoded of the shards at this rank's place on every node; None before the
-    first crossing. base: this rank's row of the copy that a checkpoint was taken with, until it is gathered.
+    copy: the second copy [nodes, n], decoded from the shards at this rank's place on every node; None before the first
+        crossing.
+    base: this rank's row of the copy that a checkpoint was taken with, until it is gathered.
     crossings: how often shards went across.
     """
 
-    def __init__(self, weights: Weights, team: TeamShape, order: tuple[int, ...], parts: Parts) -> None:
+    def __init__(self, weights: Weights, team: TeamShape, ranks: tuple[int, ...], parts: Parts) -> None:
         if not team.uniform:
             raise ConfigurationError(
                 f"{weights} needs equally many ranks on every node, and nodes hold "
@@ -87,7 +88,9 @@ class AllGather:
         self.weights = weights
         self.team = team
         self.parts = parts
-        self.places = Places(team, order, levels=True)
+        self.order = ShardOrder(team, ranks)
+        self._inside = team.intra
+        self._across = team.inter or team
         self.copy: Tensor | None = None
         self.base: Tensor | None = None
         self.crossings = 0
@@ -100,32 +103,33 @@ class AllGather:
             shard_numel * self.team.size,
         )
 
-    def rows(self, dtype: torch.dtype) -> Rows:
-        """Return the rows that come in of the ranks at this one's place on every node."""
-        weights = self.weights
-        return rows_of(self.parts, self.places.alike, self.team.size, weights.compressor, weights.dense, dtype)
+    def rows(self, dtype: torch.dtype) -> ShardRows:
+        """Return the rows of the shards of the ranks at this rank's place on every node."""
+        shards, inside = self.order.shards(self.parts), self._inside
+        if inside is not None:
+            shards = shards[inside.rank :: inside.size]
+        return shard_rows(shards, self.weights.compressor, self.weights.dense, dtype)
 
-    def calls(self, dtype: torch.dtype, *, crosses: bool = True, exact: bool = False) -> tuple[Step, ...]:
-        """Return, in order, what this rank does in one gather, in the form of Aggregator.calls.
+    def calls(self, dtype: torch.dtype, *, crosses: bool = True, exact: bool = False) -> tuple[Action, ...]:
+        """Return, in order, the actions of this rank in one gather, in the form of Aggregator.calls.
 
         crosses: not from the second copy. exact: the first crossing of differences.
         """
-        rows, inside, across = self.rows(dtype), self.places.inside, self.places.across
-        assert across is not None
-        numel = rows.shards[0].numel
-        steps: tuple[Step, ...] = ()
+        rows, inside, across = self.rows(dtype), self._inside, self._across
+        numel = sum(part.padded for part in self.parts)
+        actions: tuple[Action, ...] = ()
         if crosses and exact:
-            steps = call(across, "all_gather", numel * dtype.itemsize)
+            actions = call(across, "all_gather", numel * dtype.itemsize)
         elif crosses:
-            steps = (
-                *(work("encode", kind.compressor, kind.layout.numel // across.size) for kind in rows.kinds),
+            actions = (
+                *(work("encode", each.compressor, each.layout.numel // across.size) for each in rows.regions),
                 *call(across, "all_gather", rows.nbytes),
-                *(work("decode", kind.compressor, kind.layout.numel) for kind in rows.kinds),
+                *rows.work("decode"),
             )
         if inside is not None:
-            steps = (*steps, *call(inside, "all_gather", across.size * numel * dtype.itemsize))
-            steps = (*steps, work("copy", "", numel * self.team.size))
-        return steps
+            actions = (*actions, *call(inside, "all_gather", across.size * numel * dtype.itemsize))
+            actions = (*actions, work("copy", "", numel * self.team.size))
+        return actions
 
     @property
     def is_exact_next(self) -> bool:
@@ -136,18 +140,17 @@ class AllGather:
         """Return this rank's row of the second copy, in host memory; None where there is none yet."""
         if self.copy is None:
             return None if self.base is None else self.base.to("cpu", copy=True)
-        assert self.places.across is not None
-        return self.copy[self.places.across.rank].to("cpu", copy=True)
+        return self.copy[self._across.rank].to("cpu", copy=True)
 
     # ------------------------------------------------------------------------------------- the collective
 
     def __call__(self, output: Tensor, source: Tensor, scratch: Scratch, *, crosses: bool) -> None:
-        """Fill `output` [size * n] with what all ranks decode of each rank's shard; `source` [n] is this rank's.
+        """Fill `output` [size * n] with the decoded shards of all ranks; `source` [n] is this rank's.
 
         crosses: whether the shards go across anew, else the second copy is spread, which must be there. Runs on the
         lane; every rank must call it alike.
         """
-        # What stays must be writable later, whatever mode an evaluation is in; `output` is of that mode.
+        # The copy must be writable later, whatever mode an evaluation is in; `output` is of that mode.
         with torch.inference_mode(False), torch.no_grad():
             if crosses:
                 copy = self._cross(source, scratch)
@@ -156,7 +159,7 @@ class AllGather:
             else:
                 assert self.copy is not None
                 copy = self.copy
-            gathered, inside = copy, self.places.inside
+            gathered, inside = copy, self._inside
             if inside is not None:
                 assert isinstance(inside, Team)
                 gathered = scratch.take("gathered in the node", (inside.size, *copy.shape), copy.dtype, copy.device)
@@ -164,14 +167,14 @@ class AllGather:
                 gathered = gathered.transpose(0, 1)
         size, numel = self.team.size, source.numel()
         shards = output.view(size, numel)
-        if self.places.in_order:
+        if self.order.is_groups_own:
             shards.view(gathered.shape).copy_(gathered)
         else:
-            shards.index_copy_(0, self.places.index(shards.device), gathered.reshape(size, numel))
+            shards.index_copy_(0, self.order.index(shards.device), gathered.reshape(size, numel))
 
     def _cross(self, source: Tensor, scratch: Scratch) -> Tensor:
-        """Return what every rank at this one's place now has of their shards."""
-        across = self.places.across
+        """Return the copy of their shards that every rank at this rank's place now has."""
+        across = self._across
         assert isinstance(across, Team)
         shape = (across.size, source.numel())
         if self.weights.difference:
@@ -182,7 +185,7 @@ class AllGather:
                     return copy
                 self.copy = copy
                 self.base = None
-            # What was no number is sent anew, or it would stay for ever.
+            # Elements that are no numbers are sent anew, or they would stay for ever.
             copy = self.copy.nan_to_num_(0.0, 0.0, 0.0)
         elif self.weights.second_copy:
             copy = source.new_zeros(shape) if self.copy is None or self.copy.dtype != source.dtype else self.copy
@@ -193,23 +196,14 @@ class AllGather:
 
     def _exchange(self, source: Tensor, copy: Tensor, across: Team, scratch: Scratch) -> None:
         """Encode this rank's shard; decode all into `copy`, or add to it."""
-        rows, difference = self.rows(source.dtype), self.weights.difference
+        rows, base = self.rows(source.dtype), copy if self.weights.difference else None
         sent = rows.take(1, "sent", scratch, source.device)
-        for kind in rows.kinds:
-            for chunk in kind.chunks:
-                if chunk.row == across.rank:
-                    values = chunk.read(source, scratch)
-                    if difference and not kind.dense:
-                        values = values.float() - chunk.read(copy[chunk.row], scratch, "chunk of the copy")
-                    kind.compressor.compress(values, chunk.payload(sent), chunk.chunk_numel, 1.0)
+        for region in rows.formats[across.rank].regions:
+            values = region.read(source, scratch)
+            if base is not None and not region.dense:
+                values = values.float() - region.read(base[across.rank], scratch, "copy of the region")
+            region.compressor.compress(values, region.payload(sent), Encoding(region.chunk_numel))
         received = rows.take(across.size, "received", scratch, source.device)
         across.all_gather(received.view(-1), sent.view(-1))
-        for kind in rows.kinds:
-            for chunk in kind.chunks:
-                values = scratch.take("decoded", chunk.end - chunk.begin, torch.float32, source.device)
-                kind.compressor.decompress(
-                    chunk.payload(received[chunk.row : chunk.row + 1]), values, chunk.chunk_numel
-                )
-                if difference and not kind.dense:
-                    values += chunk.read(copy[chunk.row], scratch)
-                chunk.write(copy[chunk.row], values)
+        for number, row in enumerate(rows.formats):
+            row.decode(received[number : number + 1], copy[number], scratch, None if base is None else base[number])

@@ -24,7 +24,7 @@ from commopt.attached.registration import Registration
 from commopt.errors import ConfigurationError, MismatchError, TransportError
 from commopt.feedback import Layout, ResidualStore
 from commopt.lanes import LaneClient
-from commopt.recording import Message
+from commopt.recording import MessageRecorder
 from commopt.schedule import Layouts
 from commopt.sharded.layouts import numels_of
 from commopt.sharded.seams import ParameterGroup, watch_backwards
@@ -142,7 +142,7 @@ class Backwards(Registration):
 
     def scale_by(self, scaler: Any) -> None:
         """Take note of another GradScaler. Raises ConfigurationError where there was none at attach, or is none now."""
-        if self.keeps_residuals and (scaler is not None and scaler.is_enabled()) != self.store.per_step:
+        if self.keeps_residuals and (scaler is not None and scaler.is_enabled()) != self.store.transaction.per_step:
             raise ConfigurationError(
                 "whether there is a GradScaler must be known when commopt.attach is called, since shards drop a step "
                 "together; pass it there: commopt.attach(model, ..., scaler=scaler)"
@@ -160,7 +160,7 @@ class Backwards(Registration):
         self.recorder.begin_step(self.steps, device)
         return True
 
-    def _next(self, layout: Layout, nbytes: int) -> tuple[int, Message | None]:
+    def _next(self, layout: Layout, nbytes: int) -> tuple[int, MessageRecorder | None]:
         """Return the number of a reduction, and where its times go if anybody asks for them."""
         assert self._number is not None
         number, recorded = self._number, None
@@ -195,7 +195,8 @@ class Backwards(Registration):
                 order.follow(None)
         if self._drops_with is not None:
             fine = torch.ones(1, dtype=torch.bool, device=self.device)
-            broken = (~torch.stack([fine, *(flag.reshape(1) for flag in self.store.judge())]).all(0)).float()
+            flags = [flag.reshape(1) for flag in self.store.transaction.check_results()]
+            broken = (~torch.stack([fine, *flags]).all(0)).float()
             self._drops_with.team.all_reduce(broken)
             self.store.flags.append(broken[0] == 0)
         self.store.end_bucket((), last=True)

@@ -27,8 +27,8 @@ from commopt.sharded.all_gather import AllGather, Weights
 from commopt.sharded.backwards import Backwards, MessageOrder, Request
 from commopt.sharded.layouts import require_length
 from commopt.sharded.reduce_scatter import ReduceScatter
-from commopt.sharded.rows import Parts
 from commopt.sharded.seams import ParameterGroup
+from commopt.sharded.shards import Parts
 
 
 class OneDimension(Backwards):
@@ -48,7 +48,7 @@ class OneDimension(Backwards):
     def _begin(self, aggregator: Aggregator, client: LaneClient) -> None:
         team, membership = client.team, client.membership
         names = sha256(repr([part.name for group in self.groups for part in group.parts]).encode()).hexdigest()
-        facts = {"weights": repr(self.weights), "scaler": str(self.store.per_step), "parameters": names}
+        facts = {"weights": repr(self.weights), "scaler": str(self.store.transaction.per_step), "parameters": names}
         membership.agree(f"attach of {client.name}", **facts)
         shards = self.groups[0].shards
         assert shards is not None
@@ -185,14 +185,11 @@ class OneDimension(Backwards):
     ) -> None:
         """Put into `store` this rank's part of the residuals of another world: of what it sends, and nothing else."""
         whole, scatter = ResidualStore(), self._scatter
-        across = scatter.places.across
-        assert across is not None
-        senders = 1 if scatter.compressed is None else across.size
-        spread(whole, parts, parts[0]["parameters"], largest, senders)
-        for path in {slot.path for slot in whole.slots()}:
+        spread(whole, parts, parts[0]["parameters"], largest, scatter.senders)
+        for path in {slot.path for slot in whole.residuals()}:
             for group in self.groups:
-                layout = scatter.layout(tuple(group.parts), torch.float32, None)
-                store.deposit(path, layout, whole.collect(path, layout))
+                layout = scatter.layout(tuple(group.parts))
+                store.add(path, layout, whole.pop(path, layout))
         store.warm = True
 
 

@@ -54,7 +54,11 @@ class ShardedRegistration(Backwards):
         assert aggregator is not None
         try:
             names = sha256(repr(sorted(self.numels.items())).encode()).hexdigest()
-            facts = {"aggregator": self.aggregator_name, "scaler": str(self.store.per_step), "parameters": names}
+            facts = {
+                "aggregator": self.aggregator_name,
+                "scaler": str(self.store.transaction.per_step),
+                "parameters": names,
+            }
             everyone = self._join(_all_ranks(self.groups), problem, **facts, **self.options.compared())
             try:
                 for group in dict.fromkeys(group.replicas for group in self.groups):
@@ -66,7 +70,7 @@ class ShardedRegistration(Backwards):
             except Exception as error:  # of some replicas, perhaps: heard of before any rank waits for them again
                 problem = error
             everyone.membership.exchange(f"the replicas of {everyone.name}", problem)
-            if self.store.per_step:
+            if self.store.transaction.per_step:
                 try:
                     self._drops_with = self._who_drops_steps(everyone)
                 except Exception as error:
@@ -175,7 +179,7 @@ class ShardedRegistration(Backwards):
             # As under DDP: of a LocalSGD the optimizer steps say how far gradients go.
             number = self.steps if self.averages is None else self.averages.steps
             self.step = Step(number, self._of_gradients or self.store, self.scaler)
-            if self.steps_between is None or not self.steps_between.missed(self.scaler, self.store.finite):
+            if self.steps_between is None or not self.steps_between.missed(self.scaler, self.store.transaction.finite):
                 self._sent.clear()
             self._sent_before = bool(self._sent)
         layout, spans = self._layout_of(group, buffer)
@@ -254,14 +258,14 @@ class ShardedRegistration(Backwards):
             )
         everything = ResidualStore()
         spread(everything, parts, parts[0]["parameters"], largest, 1)
-        kept = {(slot.path, name) for slot in everything.slots() for name in slot.layout.names}
+        kept = {(slot.path, name) for slot in everything.residuals() for name in slot.layout.names}
         for path in {path for path, _ in kept}:
             for group in self.groups:
                 layout, _ = layout_of(group.parts, group.shard_rank, group.shard_count)
                 layout = Layout(tuple(piece for piece in layout.pieces if (path, piece.name) in kept))
                 held_by = 1 if is_average(path) else self.replicas[group.replicas].client.team.size
-                values = everything.collect(path, layout) / held_by
-                store.deposit(path, layout, values)
+                values = everything.pop(path, layout) / held_by
+                store.add(path, layout, values)
         store.factors = everything.factors
         store.warm = True
 

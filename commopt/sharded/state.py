@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ShardedState, what users hold of an attached model of fully_shard or replicate, and how it comes about."""
+"""The user's handles of attached models of fully_shard or replicate, and attach_sharded, which makes them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from commopt.aggregate import Aggregator, Auto, LocalSGD
+from commopt.aggregate import Aggregator, LocalSGD
 from commopt.attached.checks import REDUCIBLE, require_supported_parameters
 from commopt.attached.comm_state import CommState
 from commopt.attached.options import AttachOptions
@@ -20,7 +20,7 @@ from commopt.sharded.seams import ParameterGroup, groups_of, require_seams, resh
 
 
 class ShardedState(CommState):
-    """What averages the replicas of a model of fully_shard (on a 2-D mesh) or replicate; `attach` makes it.
+    """The handle of a model of fully_shard (on a 2-D mesh) or replicate whose replicas are averaged; `attach` makes it.
 
     The model stays FSDP's: its DTensors, clip_grad_norm_, its optimizers and its checkpoints are as without commopt.
     Residuals belong to parameters by name and to the ranges of them that a rank owns. A step is a backward in which
@@ -44,14 +44,14 @@ class ShardedState(CommState):
         return self._registration.everyone
 
     def stats(self) -> dict[str, Any]:
-        """Return what was done so far, as HookState.stats; buckets are FSDP's buffers.
+        """Return counts of the work so far, as HookState.stats; buckets are FSDP's buffers.
 
         buckets_overlapped: those that the hook did not wait for (on the CPU; on a GPU it never does).
         """
         return {**super().stats(), "buckets_overlapped": self._registration.deferred}
 
     def explain(self) -> str:
-        """Return in words what averages which parameters of this rank, group by group."""
+        """Return in words how the parameters of this rank are averaged, group by group."""
         registration = self._registration
         lines = [f"asked for: {self.aggregator}"]
         for group in registration.groups:
@@ -65,12 +65,12 @@ class ShardedState(CommState):
 
 
 class OneDimensionState(ShardedState):
-    """What averages the gradients, and carries the weights, of a model that fully_shard cut over all ranks."""
+    """The handle of a model that fully_shard cut over all ranks: of its gradients, and of its weights."""
 
     _registration: OneDimension  # type: ignore[assignment]
 
     def stats(self) -> dict[str, Any]:
-        """Return what was done so far; with weights also how often groups' went across, and second copies' bytes."""
+        """Return counts of the work so far; with weights also their crossings, and the bytes of second copies."""
         gathers = self._registration.gathers.values()
         copies = [gather.copy for gather in gathers if gather.copy is not None]
         of_weights = {
@@ -80,7 +80,7 @@ class OneDimensionState(ShardedState):
         return {**super().stats(), **(of_weights if gathers else {})}
 
     def explain(self) -> str:
-        """Return in words what averages the gradients and carries the weights."""
+        """Return in words how gradients are averaged and how weights travel."""
         weights = self._registration.weights
         return f"gradients: {self.aggregator}\nweights between nodes: {'exact' if weights is None else weights}"
 
@@ -110,7 +110,7 @@ def attach_sharded(model: nn.Module, aggregator: Aggregator, given: AttachOption
     replicated = [group for group in groups if group.replicas is not None]
     problem: Exception | None = None
     options = AttachOptions()
-    try:  # a mistake of this rank alone is every rank's to hear of
+    try:  # a mistake of one rank is raised on all of them
         _require_aggregator(aggregator, replicated=bool(replicated))
         checked = given.checked("replicated" if replicated else "sharded")
         _require_reducible(model, replicated or groups)
@@ -132,7 +132,7 @@ def attach_sharded(model: nn.Module, aggregator: Aggregator, given: AttachOption
 
 
 def _require_aggregator(aggregator: Aggregator, *, replicated: bool) -> None:
-    if isinstance(aggregator, Auto):
+    if aggregator.tunes:
         raise ConfigurationError(
             f"{aggregator} is for DDP models only, as it makes plans of DDP's buckets; attach another to a model of "
             f"fully_shard, for example 'hierarchical_quantized'"

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training step takes on a cluster of any number of GPUs, simulated; nothing is communicated.
+"""Simulated times of a training step on a cluster of any number of GPUs; nothing is communicated.
 
-A workload (model_zoo, workload: when each gradient is ready) meets a cluster (cluster: what a message costs there) in a
-step (step: buckets, stragglers); scaling repeats that over numbers of nodes and strategies.
+A workload says when each gradient is ready (model_zoo, workload), a cluster what a message costs (cluster). A step puts
+them together (step: buckets, stragglers), and scaling does so for numbers of nodes and strategies.
 """
 
-from commopt.simulate.cluster import GPUS, ClusterSpec, Gpu, Network, gpu
+from commopt.simulate.cluster import GPUS, ClusterSpec, GpuSpec, NetworkSpec, gpu
 from commopt.simulate.model_zoo import MODELS, Model, Parameter, model
 from commopt.simulate.scaling import Scaling, ScalingPoint, Strategy, strategy
-from commopt.simulate.step import Bucket, Outcome, Simulation, Stragglers, ddp_buckets, simulate_step
+from commopt.simulate.step import Bucket, SimulatedStep, Simulation, Stragglers, ddp_buckets, simulate_step
 from commopt.simulate.workload import Workload, load, of_model
 
 __all__ = [
@@ -16,13 +16,13 @@ __all__ = [
     "MODELS",
     "Bucket",
     "ClusterSpec",
-    "Gpu",
+    "GpuSpec",
     "Model",
-    "Network",
-    "Outcome",
+    "NetworkSpec",
     "Parameter",
     "Scaling",
     "ScalingPoint",
+    "SimulatedStep",
     "Simulation",
     "Stragglers",
     "Strategy",

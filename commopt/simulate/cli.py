@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m commopt simulate`: what would a training step take on that cluster?"""
+"""`python -m commopt simulate`: how long would a training step take on that cluster?"""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from commopt.cost import Links
 from commopt.display import WIDTH
 from commopt.errors import ConfigurationError, did_you_mean
 from commopt.simulate import report
-from commopt.simulate.cluster import GPUS, INTRA_GB_PER_S, ClusterSpec, Network, gpu
+from commopt.simulate.cluster import GPUS, INTRA_GB_PER_S, ClusterSpec, NetworkSpec, gpu
 from commopt.simulate.model_zoo import MODELS, model
 from commopt.simulate.scaling import DEFAULT, Scaling, strategy
 from commopt.simulate.step import OVERHEAD_US, USUAL_SPREAD, Stragglers
@@ -41,7 +41,7 @@ def parse_gbps(text: str) -> float:
 
 
 def parse_gb_per_s(text: str) -> float:
-    """Return GB/s from "200GBps" or "200", or what a kind of link achieves, as a `type=`."""
+    """Return GB/s from "200GBps" or "200", or the rate of a kind of link, as a `type=`."""
     if text in INTRA_GB_PER_S:
         return INTRA_GB_PER_S[text]
     kinds = ", ".join(INTRA_GB_PER_S)
@@ -56,7 +56,7 @@ def _rate(text: str, unit: str, fix: str) -> float:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the simulator; those of the network have the names of Network's fields."""
+    """Declare the options of the simulator; those of the network have the names of NetworkSpec's fields."""
     parser.description = "Simulate a training step on a cluster of any number of GPUs, by several strategies."
     parser.epilog = EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -73,8 +73,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--precision", default="fp16", help="fp16, bf16, tf32 or fp32 (default fp16); gradients are float32")
     add("--batch", type=whole(1, _MOST_SAMPLES), metavar="N", help=batch)
     add("--compute-efficiency", type=_SHARE, metavar="X", help="share of the GPU's peak (default: as published)")
-    spread = f"of what ranks take to compute, relative (default {USUAL_SPREAD})"
-    add("--straggler", type=float, default=USUAL_SPREAD, metavar="S", help=f"spread {spread}")
+    spread = f"relative spread of the ranks' times of computation (default {USUAL_SPREAD})"
+    add("--straggler", type=float, default=USUAL_SPREAD, metavar="S", help=spread)
     add("--buckets", choices=("planned", "ddp"), default="planned", help="of every strategy but stock")
     add("--overhead-us", type=number(least=0.0), default=OVERHEAD_US, metavar="T", help="of each bucket (default 100)")
 
@@ -86,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--efficiency", type=_SHARE, metavar="X", help="share of the line rate that payload gets (default 0.9)")
     latency = "of a step between nodes (default 15)"
     add("--latency-us", dest="inter_latency_us", type=number(least=0.0), metavar="T", help=latency)
-    add("--socket-gbps", type=number(), metavar="G", help="what a TCP connection carries at most (default: no limit)")
+    add("--socket-gbps", type=number(), metavar="G", help="the most that a TCP connection carries (default: no limit)")
     add("--connections", type=whole(1, 2**20), metavar="N", help="of a ring: channels x sockets (default 2)")
     add("--rings", dest="trees", action="store_false", default=None, help="no trees, as NCCL before 2.4")
     add("--links", type=Path, metavar="FILE", help="links that `commopt probe` measured, in place of all these")
@@ -116,8 +116,8 @@ def _simulate(options: argparse.Namespace) -> None:
     computed = f"{workload.compute_us / 1e3:.1f} ms of computation"
     report.show(f"{workload.name} on nodes of {options.gpus_per_node} GPUs, {each}, {computed}", points)
     links = "measured" if isinstance(cluster.links, Links) else str(cluster.links)
-    for told in (f"computation: {workload.note}", f"network: {links}; {options.overhead_us:g} us for each bucket"):
-        print(*wrap(told, WIDTH), sep="\n")
+    for line in (f"computation: {workload.note}", f"network: {links}; {options.overhead_us:g} us for each bucket"):
+        print(*wrap(line, WIDTH), sep="\n")
     if options.output is not None:
         document = report.as_document(_inputs(options, cluster, workload), points)
         options.output.write_text(json.dumps(document, indent=1) + "\n")
@@ -140,26 +140,26 @@ def _workload(options: argparse.Namespace) -> tuple[Callable[[int], Workload], i
     return (lambda count: loaded if count == loaded.samples else loaded.scaled(count)), batch
 
 
-def _links(options: argparse.Namespace) -> Network | Links:
-    typed = {field.name: getattr(options, field.name, None) for field in fields(Network)}
+def _links(options: argparse.Namespace) -> NetworkSpec | Links:
+    typed = {field.name: getattr(options, field.name, None) for field in fields(NetworkSpec)}
     given = {name: value for name, value in typed.items() if value is not None}
     if options.links is not None:
         if given:
             raise ConfigurationError(
-                "--links says what the network does; leave out --nic, --intra and what adjusts them"
+                "--links describes the network; leave out --nic, --intra and the options that adjust them"
             )
         return Links.load(options.links)
     if options.nic_gbps is None:
         raise ConfigurationError("the network is missing; pass --nic, for example --nic 25gbps, or --links FILE")
     if options.connections is not None and options.socket_gbps is None:
-        raise ConfigurationError("--connections tells nothing without --socket-gbps, what each one carries")
-    return Network(**{"intra_gb_per_s": INTRA_GB_PER_S["nvlink3"]} | given)
+        raise ConfigurationError("--connections needs --socket-gbps, the rate of each one")
+    return NetworkSpec(**{"intra_gb_per_s": INTRA_GB_PER_S["nvlink3"]} | given)
 
 
 def _inputs(options: argparse.Namespace, cluster: ClusterSpec, workload: Workload) -> Mapping[str, Any]:
     typed = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
     links = cluster.links
-    if isinstance(links, Network):
+    if isinstance(links, NetworkSpec):
         used = {name: None if value == inf else value for name, value in vars(links).items()}
     else:
         used = {"measured": vars(links.header)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cluster that a simulation runs on: GPUs by data sheet, the network as it is sold and used, shapes and links."""
+"""The cluster of a simulation: GPUs by data sheet, the network by advertised rates and use, shapes and links."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from math import inf, isfinite
 
 from commopt.aggregate import Aggregator, WorkKind
-from commopt.compress import Passes
-from commopt.cost import Curve, LinkKey, Links, Segment, Speeds, WorkKey, nominal_links, tree_us
+from commopt.compress import KernelCost
+from commopt.cost import Curve, LineSegment, LinkKey, Links, Speeds, WorkKey, nominal_links, tree_us
 from commopt.document import require_whole
 from commopt.errors import ConfigurationError, did_you_mean
 from commopt.groups import TeamShape
@@ -23,12 +23,17 @@ INTRA_GB_PER_S: Mapping[str, float] = {
     "nvlink3": 200.0,
     "nvlink4": 350.0,
 }
-"""What collectives achieve inside a node, by assumption: about 80 % of what the links are sold as."""
+"""Assumed rates of collectives inside a node: about 80 % of the advertised rates of the links."""
 
 
 @dataclass(frozen=True)
-class Gpu:
-    """Peak rates: dense TFLOP/s by precision ("fp32", "tf32", "fp16", "bf16"), and GB/s of its memory."""
+class GpuSpec:
+    """Peak rates of a GPU.
+
+    name: in lower case.
+    tflops: dense TFLOP/s by precision ("fp32", "tf32", "fp16", "bf16").
+    memory_gb_per_s: of its memory.
+    """
 
     name: str
     tflops: Mapping[str, float]
@@ -43,20 +48,20 @@ class Gpu:
 
 # NVIDIA's data sheets and architecture white papers; no sparsity, fp16 and bf16 on tensor cores that add in float32.
 _TABLE = (
-    Gpu("p100", {"fp32": 10.6}, 732),  # Tesla P100 SXM2
-    Gpu("v100", {"fp32": 15.7, "fp16": 125}, 900),  # V100 SXM2
-    Gpu("t4", {"fp32": 8.1, "fp16": 65}, 320),
-    Gpu("a10", {"fp32": 31.2, "tf32": 62.5, "fp16": 125, "bf16": 125}, 600),
-    Gpu("a100", {"fp32": 19.5, "tf32": 156, "fp16": 312, "bf16": 312}, 2039),  # A100 SXM 80 GB
-    Gpu("h100", {"fp32": 67, "tf32": 494, "fp16": 989, "bf16": 989}, 3350),  # H100 SXM
-    Gpu("h200", {"fp32": 67, "tf32": 494, "fp16": 989, "bf16": 989}, 4800),  # H200 SXM
-    Gpu("rtx3090", {"fp32": 35.6, "tf32": 35.6, "fp16": 71, "bf16": 71}, 936),  # GA102 white paper
-    Gpu("rtx4090", {"fp32": 82.6, "tf32": 82.6, "fp16": 165.2, "bf16": 165.2}, 1008),  # Ada white paper
+    GpuSpec("p100", {"fp32": 10.6}, 732),  # Tesla P100 SXM2
+    GpuSpec("v100", {"fp32": 15.7, "fp16": 125}, 900),  # V100 SXM2
+    GpuSpec("t4", {"fp32": 8.1, "fp16": 65}, 320),
+    GpuSpec("a10", {"fp32": 31.2, "tf32": 62.5, "fp16": 125, "bf16": 125}, 600),
+    GpuSpec("a100", {"fp32": 19.5, "tf32": 156, "fp16": 312, "bf16": 312}, 2039),  # A100 SXM 80 GB
+    GpuSpec("h100", {"fp32": 67, "tf32": 494, "fp16": 989, "bf16": 989}, 3350),  # H100 SXM
+    GpuSpec("h200", {"fp32": 67, "tf32": 494, "fp16": 989, "bf16": 989}, 4800),  # H200 SXM
+    GpuSpec("rtx3090", {"fp32": 35.6, "tf32": 35.6, "fp16": 71, "bf16": 71}, 936),  # GA102 white paper
+    GpuSpec("rtx4090", {"fp32": 82.6, "tf32": 82.6, "fp16": 165.2, "bf16": 165.2}, 1008),  # Ada white paper
 )
-GPUS: dict[str, Gpu] = {each.name: each for each in _TABLE}
+GPUS: dict[str, GpuSpec] = {each.name: each for each in _TABLE}
 
 
-def gpu(name: str) -> Gpu:
+def gpu(name: str) -> GpuSpec:
     """Return the GPU of that name; raises ConfigurationError when there is none."""
     if name not in GPUS:
         meant = did_you_mean(name, GPUS) or ";"
@@ -68,13 +73,17 @@ def gpu(name: str) -> Gpu:
 
 
 @dataclass(frozen=True)
-class Network:
-    """Rates in one direction.
+class NetworkSpec:
+    """Rates of a network, in one direction.
 
-    nic_gbps: of one port, in Gb/s; a node has `nics` of them. efficiency: the share of it that payload gets.
-    intra_gb_per_s: what a GPU sends to another one of its node, as collectives achieve it.
-    socket_gbps: what one TCP connection carries at most; infinite with RDMA. connections: of a ring, from one rank to
-        the next on another node: NCCL's channels times the sockets of each.
+    nic_gbps: of one port, in Gb/s.
+    intra_gb_per_s: from a GPU to another one of its node, as collectives achieve it.
+    nics: ports of a node.
+    efficiency: the share of the port's rate that payload gets.
+    inter_latency_us: of a step of a collective between nodes.
+    intra_latency_us: of a step inside a node.
+    socket_gbps: the most that one TCP connection carries; infinite with RDMA.
+    connections: of a ring, from one rank to the next on another node: NCCL's channels times the sockets of each.
     trees: whether all_reduce may go along a double tree where that is faster than the ring, as with NCCL from 2.4 on.
     """
 
@@ -112,7 +121,7 @@ class Network:
         return Links(at_line.header, curves, nominal=True)
 
     def node_gbps(self, key: LinkKey) -> float:
-        """Return what a node sends during a collective: what its ports give, or what its connections carry."""
+        """Return the rate of a node during a collective: that of its ports or, if lower, of its connections."""
         rings = max(key.groups, self.nics) if key.level == "inter" else 1
         peers = key.ranks - 1 if key.primitive == "all_to_all" else 1
         return min(self._line_gbps, rings * peers * self.connections * self.socket_gbps)
@@ -139,17 +148,22 @@ def _lower(one: Curve, other: Curve) -> Curve:
     if gained <= 0:
         return Curve((low,))
     crossing = (high.alpha_us - low.alpha_us) / gained
-    moved = Segment(crossing, high.alpha_us, high.beta_us_per_byte)
+    moved = LineSegment(crossing, high.alpha_us, high.beta_us_per_byte)
     return Curve((low, moved)) if crossing > 0 else Curve((high,))
 
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """Any number of equal nodes of `gpus_per_node` GPUs; links: the network's nominal ones, or measured ones."""
+    """Any number of equal nodes.
+
+    gpus_per_node: GPUs on each.
+    gpu: their kind.
+    links: a network, or links that were measured.
+    """
 
     gpus_per_node: int
-    gpu: Gpu
-    links: Network | Links
+    gpu: GpuSpec
+    links: NetworkSpec | Links
 
     def __post_init__(self) -> None:
         require_whole(self.gpus_per_node, 1, "gpus_per_node")
@@ -163,8 +177,8 @@ class ClusterSpec:
         return TeamShape.of((self.gpus_per_node,) * nodes, backends=backends)
 
     def links_for(self, shape: TeamShape, aggregators: Iterable[Aggregator]) -> Links:
-        """Return the links of that shape; what work takes is estimated where it was not measured."""
-        links = self.links.links(shape) if isinstance(self.links, Network) else self.links
+        """Return the links of that shape; the costs of work are estimated where they were not measured."""
+        links = self.links.links(shape) if isinstance(self.links, NetworkSpec) else self.links
         estimated = gpu_work(self.gpu, aggregators, rows=max(shape.node_count, 2))
         return replace(links, work={**estimated, **links.work})
 
@@ -179,11 +193,11 @@ LAUNCH_US = 5.0
 _VALUE = 4  # bytes; work is counted as float32
 
 
-def gpu_work(gpu: Gpu, aggregators: Iterable[Aggregator], rows: int) -> dict[WorkKey, Curve]:
-    """Return curves for all work that these aggregators do after warm-up; `rows`: how many messages are added up."""
-    passes: dict[tuple[WorkKind, str], Passes] = {("copy", ""): Passes(2 * _VALUE, 1)}
+def gpu_work(gpu: GpuSpec, aggregators: Iterable[Aggregator], rows: int) -> dict[WorkKey, Curve]:
+    """Return curves for all work of these aggregators after warm-up. rows: how many messages are added up."""
+    passes: dict[tuple[WorkKind, str], KernelCost] = {("copy", ""): KernelCost(2 * _VALUE, 1)}
     for aggregator in aggregators:
-        passes |= aggregator.passes(rows)
+        passes |= aggregator.kernel_costs(rows)
     us_per_byte = 1e-3 / (MEMORY_EFFICIENCY * gpu.memory_gb_per_s)
     return {
         WorkKey(*key): Curve.linear(each.kernels * LAUNCH_US, each.nbytes / _VALUE * us_per_byte)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was simulated: a table and a JSON document."""
+"""The results of a simulation: a table and a JSON document."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CAPTION = (
 
 
 def show(title: str, rows: Sequence[ScalingPoint]) -> None:
-    """Print a table of all rows, and below it what their figures leave out."""
+    """Print a table of all rows, and below it the notes on their figures."""
     headings = ["strategy", "nodes", "step ms", "waiting ms", "exposed ms", "MB sent", "samples /s"]
     show_table(title, [[*headings, "% of GPU"], *map(_cells, rows)], 1, CAPTION, sys.stdout)
     notes = list(dict.fromkeys(note for row in rows for note in row.outcome.notes))
@@ -52,7 +52,7 @@ def _sent(mean: int, peak: int) -> str:
 
 
 def as_document(inputs: Mapping[str, Any], rows: Sequence[ScalingPoint]) -> dict[str, Any]:
-    """Return what a file of results holds."""
+    """Return the content of a file of results."""
     return {"format": FORMAT, "version": __version__, "inputs": dict(inputs), "rows": [_entry(row) for row in rows]}
 
 

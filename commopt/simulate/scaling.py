@@ -14,11 +14,11 @@ from commopt.feedback import Layout
 from commopt.hooks import PRESETS, build_preset
 from commopt.hooks.presets import LOCAL_PRESETS
 from commopt.simulate.cluster import ClusterSpec
-from commopt.simulate.step import OVERHEAD_US, Outcome, Simulation, Stragglers
+from commopt.simulate.step import OVERHEAD_US, SimulatedStep, Simulation, Stragglers
 from commopt.simulate.workload import Workload
 
 LOSSLESS = ("flat", "hierarchical")
-LOSSY = (  # by what they leave out, least first
+LOSSY = (  # by their error, the smallest first
     "hierarchical_bf16",
     "hierarchical_quantized",
     "quantized",
@@ -36,7 +36,7 @@ BucketSource = Literal["ddp", "planned"]
 
 
 @dataclass(frozen=True)
-class Candidate:
+class PresetChoice:
     """A preset with its options, in DDP's buckets or in the planner's."""
 
     preset: str
@@ -56,28 +56,31 @@ class Candidate:
 
 
 STOCK = "stock"
-_STOCK = Candidate("flat", "ddp")
+_STOCK = PresetChoice("flat", "ddp")
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """The fastest of some candidates."""
+    """A row of the table: the fastest of some choices."""
 
     name: str
-    candidates: tuple[Candidate, ...]
+    choices: tuple[PresetChoice, ...]
 
 
 def strategy(name: str, buckets: BucketSource = "planned") -> Strategy:
     """Return the strategy of that name: "stock", "lossless", "lossy", or a preset like "powersgd:matrix_rank=2".
 
-    stock: what DDP does without a hook, its own buckets in one all_reduce over all ranks each. lossless: the best that
-    is exact. lossy: the best of these and of LOSSY. Raises ConfigurationError for any other name.
+    stock: DDP without a hook, each of its own buckets in one all_reduce over all ranks.
+    lossless: the best exact one.
+    lossy: the best of these and of LOSSY.
+
+    Raises ConfigurationError for any other name.
     """
-    exact = (_STOCK, *(Candidate(preset, buckets) for preset in LOSSLESS))
+    exact = (_STOCK, *(PresetChoice(preset, buckets) for preset in LOSSLESS))
     groups = {
         STOCK: (_STOCK,),
         "lossless": exact,
-        "lossy": (*exact, *(Candidate(preset, buckets) for preset in LOSSY)),
+        "lossy": (*exact, *(PresetChoice(preset, buckets) for preset in LOSSY)),
     }
     if name in groups:
         return Strategy(name, groups[name])
@@ -86,18 +89,24 @@ def strategy(name: str, buckets: BucketSource = "planned") -> Strategy:
         names = [*groups, *sorted(known)]
         meant = did_you_mean(name.split(":")[0], names) or ";"
         raise ConfigurationError(f"strategy {name!r} is unknown{meant} there are {', '.join(names)}")
-    candidate = Candidate(name, buckets)
-    candidate.build()
-    return Strategy(name, (candidate,))
+    choice = PresetChoice(name, buckets)
+    choice.build()
+    return Strategy(name, (choice,))
 
 
 @dataclass(frozen=True)
 class ScalingPoint:
     """One strategy on one number of nodes.
 
-    chosen: which candidate of the strategy was the fastest. batch: of a rank. samples_per_s: of all ranks, 0 when the
-    batch is unknown. gpu_efficiency, node_efficiency: against one GPU, and against one node with the same strategy, of
-    equal batches per rank.
+    strategy: its name.
+    chosen: the fastest of its choices.
+    nodes: their number.
+    ranks: their number.
+    batch: of a rank.
+    outcome: the times of a step.
+    samples_per_s: of all ranks; 0 when the batch is unknown.
+    gpu_efficiency: against one GPU with the same batch.
+    node_efficiency: against one node with the same strategy and the same batch for each rank.
     """
 
     strategy: str
@@ -105,7 +114,7 @@ class ScalingPoint:
     nodes: int
     ranks: int
     batch: int
-    outcome: Outcome
+    outcome: SimulatedStep
     samples_per_s: float
     gpu_efficiency: float
     node_efficiency: float
@@ -133,7 +142,7 @@ class Scaling:
         self._stragglers = stragglers
         self._shape = cache(cluster.shape)
         self._simulation = cache(self._simulation_of)
-        self._outcome = cache(self._outcome_of)
+        self._step = cache(self._step_of)
 
     def weak(self, nodes: Iterable[int], strategies: Sequence[Strategy], batch: int) -> list[ScalingPoint]:
         """Return a point for each number of nodes and each strategy; every rank has `batch` samples."""
@@ -154,16 +163,16 @@ class Scaling:
             node_efficiency=self._fastest(1, strategy, batch)[1].step_us / outcome.step_us,
         )
 
-    def _fastest(self, nodes: int, strategy: Strategy, batch: int) -> tuple[Candidate, Outcome]:
-        outcomes = {candidate: self._outcome(nodes, candidate, batch) for candidate in strategy.candidates}
-        return min(outcomes.items(), key=lambda item: item[1].step_us)
+    def _fastest(self, nodes: int, strategy: Strategy, batch: int) -> tuple[PresetChoice, SimulatedStep]:
+        steps = {choice: self._step(nodes, choice, batch) for choice in strategy.choices}
+        return min(steps.items(), key=lambda item: item[1].step_us)
 
-    def _outcome_of(self, nodes: int, candidate: Candidate, batch: int) -> Outcome:
+    def _step_of(self, nodes: int, choice: PresetChoice, batch: int) -> SimulatedStep:
         workload = self._workload(batch)
-        simulation = self._simulation(nodes, candidate, workload.layout)
-        return simulation.step(workload, candidate.buckets, self._stragglers)
+        simulation = self._simulation(nodes, choice, workload.layout)
+        return simulation.step(workload, choice.buckets, self._stragglers)
 
-    def _simulation_of(self, nodes: int, candidate: Candidate, layout: Layout) -> Simulation:
-        shape, aggregator = self._shape(nodes), candidate.build()
+    def _simulation_of(self, nodes: int, choice: PresetChoice, layout: Layout) -> Simulation:
+        shape, aggregator = self._shape(nodes), choice.build()
         links = self._cluster.links_for(shape, [aggregator])
         return Simulation(layout, aggregator, shape, links, self._overhead_us)

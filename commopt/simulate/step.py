@@ -19,17 +19,18 @@ from commopt.cost import Cost, Links, Pricing
 from commopt.document import require_time
 from commopt.errors import ConfigurationError
 from commopt.feedback import Layout
-from commopt.feedback.parcels import fragments_of, parcels_of
+from commopt.feedback.parameter_buckets import fragments_of, parameter_buckets
 from commopt.groups import TeamShape
 from commopt.schedule import SPARE, Costs, PriceTable, Unit, best_plan
-from commopt.schedule.rounds import largest_sum, mean_step_us
+from commopt.schedule.simulation import finish_times_us, largest_sum, mean_step_us
 from commopt.simulate.workload import Workload, dtype_named
 
 Buckets = Literal["ddp", "planned"] | Sequence[Sequence[str]]
 
 OVERHEAD_US = 100.0
-USUAL_SPREAD = 0.02  # of what ranks take to compute: standard deviation of its logarithm
-"""What a bucket costs beside its message: the host's time in hooks and launches."""
+"""The cost of a bucket beside its message: the host's time in hooks and launches."""
+USUAL_SPREAD = 0.02
+"""Of the ranks' times of computation: the standard deviation of the logarithm."""
 
 _MIB = 2**20
 _STRATA = 32
@@ -43,14 +44,18 @@ class Bucket(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a step takes: step_us = compute_us + waiting_us + exposed_us.
+class SimulatedStep:
+    """The times of a step: step_us = compute_us + waiting_us + exposed_us. With a LocalSGD all are means over a period.
 
-    waiting_us: how much later the slowest rank's last gradient is ready than that of a usual rank, on average.
-    exposed_us: from then until the last bucket has arrived, and with a LocalSGD what rounds are waited for.
-    communication_us: how long the lane is busy. inter_bytes_per_node: payload that the first node sends to others.
-    notes: what the figures leave out or assume. With a LocalSGD all are means over a period, of steps and bytes.
-    peak_inter_bytes_per_node: in the step that sends most.
+    step_us: from one reduction to the next.
+    compute_us: until a usual rank's last gradient is ready.
+    waiting_us: how much later the slowest rank's last gradient is ready, on average.
+    exposed_us: from then until the last bucket has arrived; with a LocalSGD also the waits for its rounds.
+    communication_us: for how long the lane is busy.
+    inter_bytes_per_node: payload that the first node sends to others.
+    buckets: that were sent.
+    notes: assumptions and omissions of the figures.
+    peak_inter_bytes_per_node: payload in the step that sends most.
     """
 
     step_us: float
@@ -99,10 +104,12 @@ def simulate_step(
     buckets: Buckets = "ddp",
     overhead_us: float = OVERHEAD_US,
     stragglers: Stragglers | None = None,
-) -> Outcome:
-    """Return what one step takes, after all warm-up.
+) -> SimulatedStep:
+    """Return the times of a step, after all warm-up.
 
-    buckets: DDP's own, the planner's, or groups of parameter names. stragglers: with them the expectation.
+    buckets: DDP's own, the planner's, or groups of parameter names.
+    stragglers: with them, the result is the expectation.
+
     Raises ConfigurationError where the aggregator cannot run on the cluster, the links lack a collective, or buckets
     and workload are not of the same parameters.
     """
@@ -110,7 +117,7 @@ def simulate_step(
 
 
 class Simulation:
-    """Steps of one model with one aggregator on one cluster; what a message costs is worked out once."""
+    """Steps of one model with one aggregator on one cluster; prices of messages are worked out once."""
 
     def __init__(
         self, layout: Layout, aggregator: Aggregator, shape: TeamShape, links: Links, overhead_us: float = OVERHEAD_US
@@ -129,13 +136,13 @@ class Simulation:
         self._prices = cache(self._price_table)
         self._cost = cache(self._cost_of)
 
-    def step(self, workload: Workload, buckets: Buckets = "ddp", stragglers: Stragglers | None = None) -> Outcome:
-        """Return what a step of `workload` takes, whose parameters are those of the layout."""
+    def step(self, workload: Workload, buckets: Buckets = "ddp", stragglers: Stragglers | None = None) -> SimulatedStep:
+        """Return the times of a step of `workload`, whose parameters are those of the layout."""
         if self._shape.size == 1:
             alone_us = workload.compute_us
-            return Outcome(alone_us, alone_us, 0.0, 0.0, 0.0, 0, ())
+            return SimulatedStep(alone_us, alone_us, 0.0, 0.0, 0.0, 0, ())
         average = self._average
-        # What waits for others in each step: with a LocalSGD the ranks of a node.
+        # The ranks that wait for each other in each step: with a LocalSGD those of a node.
         together = self._shape.size if average is None else max(self._shape.ranks_per_node)
         factors = (Stragglers(0.0) if stragglers is None else stragglers).slowest(together)
         chosen = self._buckets(workload, buckets, fmean(factors))
@@ -152,13 +159,13 @@ class Simulation:
         def reduced_us(factor: float) -> float:
             ready = [factor * each for each in ready_us]
             if average is None:
-                return max(finish_us(ready, lane_us), factor * compute_us)
+                return max([factor * compute_us, *finish_times_us(ready, lane_us)])
             optimizer_us = factor * workload.optimizer_us
             return mean_step_us(average, rounds_us, ready, lane_us, factor * compute_us, optimizer_us)
 
         step_us = fmean(map(reduced_us, factors))
         period = 1 if average is None else average.period
-        return Outcome(
+        return SimulatedStep(
             step_us=step_us,
             compute_us=compute_us,
             waiting_us=slowest_us - compute_us,
@@ -171,7 +178,7 @@ class Simulation:
         )
 
     def _rounds(self, average: LocalSGD, units: Mapping[str, Unit]) -> list[list[tuple[Cost, int]]]:
-        """Return of each fragment what its parcels cost, and how much of them leaves a node."""
+        """Return, for each fragment, the costs of its parcels and the bytes of each that leave a node."""
         tensors = {  # in the order of forward, as a module has them
             piece.name: torch.empty(piece.shape, dtype=dtype_named(units[piece.name].dtype), device="meta")
             for piece in reversed(self._layout.pieces)
@@ -179,7 +186,7 @@ class Simulation:
         return [
             [
                 (pricing.cost(parcel.layout), pricing.inter_nbytes(parcel.layout))
-                for parcel in parcels_of({name: tensors[name] for name in names}, {})
+                for parcel in parameter_buckets({name: tensors[name] for name in names}, {})
                 for pricing in [self._pricing(str(parcel.dtype), average.parameters)]
             ]
             for names in fragments_of(tensors, average.fragments)
@@ -190,7 +197,7 @@ class Simulation:
         if wanted == "ddp":
             groups = [[name for unit in members for name in unit.names] for members in ddp_buckets(workload.units)]
         elif wanted == "planned":
-            # What a hook measures, and plans with, are the times of the slowest rank.
+            # A hook measures the times of the slowest rank, and plans with them.
             units = [replace(unit, ready_us=factor * unit.ready_us) for unit in workload.units]
             groups = best_plan(units, self._costs(units), spare=SPARE).groups
         elif isinstance(wanted, str):
@@ -206,7 +213,7 @@ class Simulation:
         return tuple(Bucket(names, sum(nbytes[name] for name in names)) for names in found)
 
     def _costs(self, units: Iterable[Unit]) -> Costs:
-        """Return what an adaptive hook plans with once its prices are right: those of the dtype with most bytes."""
+        """Return the costs that an adaptive hook plans with when its prices are right: of the dtype of most bytes."""
         nbytes: Counter[str] = Counter()
         for unit in units:
             nbytes[unit.dtype] += unit.nbytes
@@ -217,17 +224,9 @@ class Simulation:
         return PriceTable.of(self._pricing(dtype).by_nbytes(self._layout), largest)
 
     def _cost_of(self, bucket: Bucket, dtype: str) -> tuple[Cost, int]:
-        """Return what the message of a bucket costs, and how much of it leaves a node."""
+        """Return the cost of a bucket's message, and the bytes of it that leave a node."""
         layout = Layout(tuple(self._pieces[name] for name in bucket.names))
         return self._pricing(dtype).cost(layout), self._pricing(dtype).inter_nbytes(layout)
-
-
-def finish_us(ready_us: Sequence[float], lane_us: Sequence[float]) -> float:
-    """Return when the last bucket has arrived: each begins when it is ready and the one before it has arrived."""
-    end_us = 0.0
-    for ready, takes in zip(ready_us, lane_us, strict=True):
-        end_us = max(end_us, ready) + takes
-    return end_us
 
 
 def ddp_buckets(units: Sequence[Unit], cap_mb: float = 25.0, first_mb: float = 1.0) -> tuple[tuple[Unit, ...], ...]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one GPU has been published to train in a second, and what follows for other GPUs and models.
+"""Published rates of one GPU in training, and the rates that follow for other GPUs and models.
 
 Sources of the table:
 - NVIDIA: DeepLearningExamples, PyTorch/Classification/ConvNets/resnet50v1.5 and PyTorch/LanguageModeling/BERT, READMEs,
@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import log
 
-from commopt.simulate.cluster import GPUS, Gpu
+from commopt.simulate.cluster import GPUS, GpuSpec
 from commopt.simulate.model_zoo import Model, model
 
 BACKWARD_PER_FORWARD = 2  # gradients of the inputs and of the weights: a product each, as large as forward's
@@ -70,12 +70,12 @@ _KIN = {"gpt2-medium": "gpt2"}  # of models for which nothing is published
 
 
 def usual_batch(name: str) -> int:
-    """Return the samples per GPU of what is published for a model, or for its kin."""
+    """Return the samples per GPU in the published figures of a model, or of its kin."""
     return BATCHES[_KIN.get(name, name)]
 
 
-def usual_efficiency(subject: Model, gpu: Gpu, precision: str) -> tuple[float, str]:
-    """Return the share of the GPU's peak that a step reaches, at most 1, and what that rests on.
+def usual_efficiency(subject: Model, gpu: GpuSpec, precision: str) -> tuple[float, str]:
+    """Return the share of the GPU's peak that a step reaches, at most 1, and its source.
 
     What is published for this model on this GPU; else on another GPU or in another precision, times the ratio of the
     peaks or that of the memories' rates, whichever is smaller (from V100 to A100 that makes ResNet-50 10 % too fast and

@@ -17,7 +17,7 @@ from commopt.document import parse, read_text, require_text, require_time, requi
 from commopt.errors import ConfigurationError
 from commopt.feedback import Layout
 from commopt.schedule import Unit
-from commopt.simulate.cluster import Gpu
+from commopt.simulate.cluster import GpuSpec
 from commopt.simulate.model_zoo import Model, Parameter
 from commopt.simulate.throughput import BACKWARD_PER_FORWARD, usual_efficiency
 
@@ -34,9 +34,12 @@ _PARAMETER_ENTRIES = ("name", "shape", "dtype", "ready_us")
 class Workload:
     """A step counts from the end of the last reduction: optimizer, forward, backward.
 
-    units: one for each parameter, in the order of backward. layout: the same parameters with their shapes.
-    samples: batch of a rank; 0 when unknown. note: what the times rest on.
-    optimizer_us: how much of each time does not grow with the batch.
+    name: of the model.
+    units: one for each parameter, in the order of backward.
+    layout: the same parameters with their shapes.
+    samples: batch of a rank; 0 when unknown.
+    note: the source of the times.
+    optimizer_us: the part of each time that does not grow with the batch.
 
     Raises ConfigurationError when units and layout differ, or a gradient is ready within optimizer_us.
     """
@@ -116,7 +119,7 @@ class Workload:
 
 def of_model(
     model: Model,
-    gpu: Gpu,
+    gpu: GpuSpec,
     batch: int,
     precision: str = "fp16",
     efficiency: float | None = None,
@@ -167,7 +170,7 @@ def load(path: str | Path) -> Workload:
     parameters: in the order of forward, that of `model.named_parameters()`. ready_us: when the gradient is ready,
     counted from the end of the last reduction. Optional are the dtype of a gradient ("float32"), samples (the batch of
     a rank; needed for another one), optimizer_us (the part of the times that does not grow with the batch) and note.
-    Raises ConfigurationError, naming what is wrong, for anything else.
+    Raises ConfigurationError, naming the fault, for anything else.
     """
     content = parse(read_text(path), str(path))
     try:

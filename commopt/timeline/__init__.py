@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recordings of all ranks on one clock: report and Perfetto trace. Loaded when it is used: no hook needs it."""
+"""The recordings of all ranks on one clock, with report, page and Perfetto trace. Loaded when first used."""
 
-from commopt.timeline.analysis import Analysis, BucketTimes, MessageTimes, RankTimes, StepTimes, Straggler, analyse
+from commopt.timeline.analysis import Analysis, BucketTimes, MessageTimes, RankTimes, StepBreakdown, Straggler, analyse
 from commopt.timeline.perfetto import trace, write_trace
 from commopt.timeline.recordings import Offsets, Timeline, gather, measure_offsets
 from commopt.timeline.text import Report, Subject, TrafficOutside, report
@@ -13,7 +13,7 @@ __all__ = [
     "Offsets",
     "RankTimes",
     "Report",
-    "StepTimes",
+    "StepBreakdown",
     "Straggler",
     "Subject",
     "Timeline",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the time of a step goes, on each rank and in each message, and who the others wait for."""
+"""Times of a step on each rank and in each message, and the ranks that delay the others."""
 
 from __future__ import annotations
 
@@ -16,13 +16,17 @@ from commopt.timeline.recordings import STAGES, Timeline, last_starts_us, stages
 
 
 @dataclass(frozen=True)
-class StepTimes:
+class StepBreakdown:
     """One step of one rank, or the mean of several.
 
-    step_us: from the end of the step before to the end of this one. compute_us: up to the last gradient.
-    exposed_us: from there to the end of the last message, by which communication makes the step longer.
-    hidden_us: when the lane was at work before. Of both, waiting is the time in which this rank had started a message
-    that the last of the ranks in it had not.
+    Waiting is the time in which this rank had started a message and the last of its ranks had not.
+
+    step_us: from the end of the step before to the end of this one.
+    compute_us: up to the last gradient.
+    hidden_us: work of the lane before the last gradient.
+    hidden_waiting_us: waiting within hidden_us.
+    exposed_us: from the last gradient to the end of the last message: the time that communication adds to the step.
+    exposed_waiting_us: waiting within exposed_us.
     """
 
     step_us: float
@@ -34,33 +38,39 @@ class StepTimes:
 
     @property
     def communication_us(self) -> float:
-        """All of it."""
+        """Hidden and exposed communication."""
         return self.hidden_us + self.exposed_us
 
     @property
     def hidden_transfer_us(self) -> float:
-        """What of the hidden part is not waiting."""
+        """The hidden part without waiting."""
         return self.hidden_us - self.hidden_waiting_us
 
     @property
     def exposed_transfer_us(self) -> float:
-        """What of the exposed part is not waiting."""
+        """The exposed part without waiting."""
         return self.exposed_us - self.exposed_waiting_us
 
 
 @dataclass(frozen=True)
 class RankTimes:
-    """One rank. `late_us`: behind the median of the others at its worst bucket, median over steps; may be negative."""
+    """Times of one rank.
+
+    late_us: delay behind the median of the other ranks at its worst bucket, as a median over steps; may be negative.
+    """
 
     rank: int
     node: int
-    times: StepTimes
+    times: StepBreakdown
     late_us: float
 
 
 @dataclass(frozen=True)
 class BucketTimes:
-    """One of DDP's buckets; `ready_us` since the step began, on the last of the ranks."""
+    """One DDP bucket.
+
+    ready_us: from the start of the step until the bucket is ready on the last rank.
+    """
 
     number: int
     label: str
@@ -70,9 +80,12 @@ class BucketTimes:
 
 @dataclass(frozen=True)
 class MessageTimes:
-    """One message of a step, mean over ranks; ready and finished are since the step began.
+    """One message of a step, as a mean over ranks.
 
-    queue_us: from ready to start, behind other messages. `stages_us` cuts the time from there to finish into STAGES.
+    ready_us: from the start of the step until its last bucket is ready.
+    queue_us: from there to its start, behind other messages.
+    finished_us: from the start of the step to its end.
+    stages_us: the time from its start to its end, by STAGES.
     """
 
     buckets: tuple[int, ...]
@@ -86,16 +99,18 @@ class MessageTimes:
 
 @dataclass(frozen=True)
 class Analysis:
-    """What a timeline shows; of the steps recorded only those that `comparable` names are compared.
+    """Figures of a timeline, from the steps that `comparable` returns.
 
-    last_exposed_us: communication after the last gradient of all ranks, the part that no faster rank would shorten.
+    mean: mean over ranks and typical steps.
+    last_exposed_us: communication after the last gradient of all ranks, which no faster rank would shorten.
+    stragglers: ranks that delay the others, latest first.
     """
 
     first_step: int
     last_step: int
     compared_steps: int
     recorded_steps: int
-    mean: StepTimes
+    mean: StepBreakdown
     last_exposed_us: float
     ranks: tuple[RankTimes, ...]
     buckets: tuple[BucketTimes, ...]
@@ -105,7 +120,7 @@ class Analysis:
 
 Array = npt.NDArray[np.float64]
 
-# A rank is named when it is late by each of these, in the median over steps at its worst bucket:
+# A rank is a straggler if its median delay over steps, at its worst bucket, exceeds each of these:
 _OF_A_STEP = 0.05  # times the step
 _STANDARD_ERRORS = 6.0  # times how well that median is known, from how lateness differs from step to step,
 _OF_STEP_SPREAD = 1.0  # times how much steps differ in length,
@@ -118,10 +133,11 @@ _MEDIAN_ERROR = 1.2533  # standard error of a median in those of a mean
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that the others wait for: it is `late_us` behind the median of the others.
+    """A rank that delays the others.
 
-    Half of that or more is there when `bucket` (DDP's number) is ready. None: already when the first bucket is, so that
-    it comes from data loading, the forward pass or the start of backward.
+    late_us: delay behind the median of the others.
+    bucket: DDP's number of the bucket by which half of the delay has occurred. None: the first bucket, so the cause is
+        data loading, the forward pass or the start of backward.
     """
 
     rank: int
@@ -138,7 +154,7 @@ class Straggler:
 
 
 def lateness_us(ready_us: Array) -> Array:
-    """Return `[step, rank, bucket]` ready times less the median of the other ranks' ready times."""
+    """Return ready times `[step, rank, bucket]` minus the median of the other ranks' ready times."""
     ranks = ready_us.shape[1]
     if ranks == 1:
         return np.zeros_like(ready_us)
@@ -147,7 +163,7 @@ def lateness_us(ready_us: Array) -> Array:
     others = ranks - 1
 
     def other(number: int) -> Array:
-        """The others' ready times in order: that of the rank itself is passed over."""
+        """Return the ready time at this place among the other ranks, in order."""
         low, high = order[:, number : number + 1], order[:, number + 1 : number + 2]
         return np.where(place > number, low, high)
 
@@ -155,12 +171,14 @@ def lateness_us(ready_us: Array) -> Array:
     return ready_us - median_of_others
 
 
-def stand_out(ready_us: Array, step_us: Array, uncertainty_us: Array) -> list[tuple[int, int, float]]:
-    """Return (rank, bucket by which half of the delay is there, lateness) of the ranks that are late, latest first.
+def find_stragglers(ready_us: Array, step_us: Array, uncertainty_us: Array) -> list[tuple[int, int, float]]:
+    """Return (rank, bucket by which half of the delay has occurred, delay) of late ranks, latest first.
 
-    ready_us: [step, rank, bucket], buckets in the order in which they become ready. step_us: length of each step.
-    uncertainty_us: of each rank's clock. All that is compared is a median or a median distance from it, so that
-    single slow steps count for nothing.
+    Only medians and median deviations are compared, so single slow steps have no effect.
+
+    ready_us: [step, rank, bucket], buckets in the order in which they become ready.
+    step_us: length of each step.
+    uncertainty_us: uncertainty of each rank's clock.
     """
     steps = len(ready_us)
     if steps < _FEWEST_STEPS:
@@ -186,11 +204,11 @@ def stand_out(ready_us: Array, step_us: Array, uncertainty_us: Array) -> list[tu
 
 
 Steps = Sequence[Sequence[StepRecord]]  # [step][rank]
-_EXPOSED = [field.name for field in fields(StepTimes)].index("exposed_us")
+_EXPOSED = [field.name for field in fields(StepBreakdown)].index("exposed_us")
 
 
 def analyse(timeline: Timeline) -> Analysis:
-    """Return what `timeline` shows; raises ConfigurationError when no step is complete on all ranks."""
+    """Return the figures of a timeline. Raises ConfigurationError when no step is complete on all ranks."""
     chosen = comparable(timeline)
     steps = [timeline.steps[place] for place in chosen]
     last = steps[-1][0]
@@ -201,7 +219,7 @@ def analyse(timeline: Timeline) -> Analysis:
     typical = _typical(step_us)
     ready = _table(steps, lambda record: [bucket.ready_us for bucket in record.buckets])
     since = ready - begin[:, :, None]
-    # Nodes that do not wait for each other drift apart: there a rank is late by what each step adds.
+    # Nodes that do not wait for each other drift apart: there only the delay within each step counts.
     apart = np.array([stays_inside(step) for step in steps])
     compared = np.where(apart[:, None, None], since, ready)
     late_us = np.median(lateness_us(compared), axis=0).max(axis=1)
@@ -210,16 +228,16 @@ def analyse(timeline: Timeline) -> Analysis:
         Straggler(
             timeline.ranks[place], amount, last.buckets[bucket].number if bucket else None, last.buckets[bucket].label
         )
-        for place, bucket, amount in stand_out(compared, step_us, np.array(timeline.uncertainty_us))
+        for place, bucket, amount in find_stragglers(compared, step_us, np.array(timeline.uncertainty_us))
     ]
-    rank_times = [StepTimes(*own) for own in ranks.tolist()]
+    rank_times = [StepBreakdown(*own) for own in ranks.tolist()]
     bucket_us = since[typical].max(axis=1).mean(axis=0).tolist()
     return Analysis(
         steps[0][0].step,
         last.step,
         len(steps),
         len(timeline.steps),
-        StepTimes(*ranks.mean(axis=0).tolist()),
+        StepBreakdown(*ranks.mean(axis=0).tolist()),
         float(times[typical, :, _EXPOSED].min(axis=1).mean()),
         tuple(map(RankTimes, timeline.ranks, timeline.nodes, rank_times, late_us.tolist())),
         tuple(
@@ -232,13 +250,13 @@ def analyse(timeline: Timeline) -> Analysis:
 
 
 def comparable(timeline: Timeline) -> list[int]:
-    """Return the places of the steps with the last one's buckets and messages: DDP and plans change them.
+    """Return the indices of the steps with the buckets and messages of the last one, which DDP and plans may change.
 
-    Of these only the ones whose beginning is known, if there are any. Raises ConfigurationError when there is no step.
+    If the beginning of some of them is known, only those. Raises ConfigurationError when there is no step.
     """
     if not timeline.steps:
         raise ConfigurationError(
-            "no step was recorded on all ranks; switch recording on, train some steps and ask between two of them"
+            "no step was recorded on all ranks; enable recording, train some steps, and call this between two steps"
         )
     layout = timeline.steps[-1][0].layout
     alike = [place for place, step in enumerate(timeline.steps) if step[0].layout == layout]
@@ -251,9 +269,9 @@ def comparable(timeline: Timeline) -> list[int]:
 
 
 def begins_us(timeline: Timeline, place: int) -> list[float]:
-    """Return when the step began on each rank: when the one before ended, if recorded, else with the forward pass.
+    """Return the beginning of the step on each rank: the end of the step before, if recorded, else its forward pass.
 
-    Where nobody noted that either, when its first bucket was ready.
+    If that was not noted either, the time at which the first bucket was ready.
     """
     if follows(timeline, place):
         return [record.completed_us for record in timeline.steps[place - 1]]
@@ -262,7 +280,7 @@ def begins_us(timeline: Timeline, place: int) -> list[float]:
 
 
 def typical_step(timeline: Timeline) -> int:
-    """Return the place of the step whose length, in the median over ranks, is nearest the median of all compared."""
+    """Return the index of the step whose length, as a median over ranks, is nearest to the median of all compared."""
     chosen = comparable(timeline)
     completed = _table([timeline.steps[place] for place in chosen], attrgetter("completed_us"))
     step_us = np.median(completed - np.array([begins_us(timeline, place) for place in chosen]), axis=1)
@@ -280,7 +298,7 @@ def _table(steps: Steps, value: Callable[[StepRecord], object]) -> Array:
 
 
 def _times(steps: Steps, begin: Array, last_start: Array) -> Array:
-    """Return the values of StepTimes, [step, rank, value]; a lane runs one message after the other."""
+    """Return the values of StepBreakdown, [step, rank, value]; a lane runs one message after the other."""
     started = _table(steps, lambda record: [message.started_us for message in record.messages])
     finished = _table(steps, lambda record: [message.finished_us for message in record.messages])
     computed, completed = (_table(steps, attrgetter(name)) for name in ("compute_end_us", "completed_us"))
@@ -294,7 +312,7 @@ def _times(steps: Steps, begin: Array, last_start: Array) -> Array:
 
 
 def _typical(step_us: npt.NDArray[np.float64]) -> list[int]:
-    """Return the half of the steps whose length is nearest the median."""
+    """Return the half of the steps whose length is nearest to the median."""
     distance = np.abs(step_us - np.median(step_us))
     return sorted(np.argsort(distance, kind="stable")[: (len(step_us) + 1) // 2].tolist())
 

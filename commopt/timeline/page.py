@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A report as one page of HTML that needs a browser and nothing else: its pictures are SVG inside it."""
+"""A report as one self-contained HTML page with SVG pictures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from commopt.recording import StepRecord
 from commopt.timeline.advice import advice
 from commopt.timeline.analysis import begins_us, typical_step
-from commopt.timeline.recordings import Timeline, last_starts_us, segments
+from commopt.timeline.recordings import Timeline, last_starts_us, stage_intervals
 from commopt.timeline.text import Report, head, latest_ranks, messages, numbers, ranks, words
 
 _MOST_RANKS = 32  # in the picture
@@ -21,23 +21,23 @@ _MOST_TICKS = 8
 
 @dataclass(frozen=True)
 class _Scale:
-    """Times as per cent of a picture."""
+    """Converts times to per cent of a picture's width."""
 
     begin_us: float
     length_us: float
 
     def at(self, time_us: float) -> float:
-        """Return where a time is."""
+        """Return the position of a time."""
         return round((time_us - self.begin_us) / self.length_us * 100, 3)
 
-    def bar(self, kind: str, begin_us: float, end_us: float, what: str) -> dict[str, Any]:
-        """Return what lasts from one time to another."""
+    def bar(self, kind: str, begin_us: float, end_us: float, label: str) -> dict[str, Any]:
+        """Return the bar of a time interval."""
         begin, end = self.at(begin_us), self.at(end_us)
         times = " to ".join(f"{(time_us - self.begin_us) / 1000:.2f}" for time_us in (begin_us, end_us))
-        return {"kind": kind, "x": begin, "width": round(end - begin, 3), "title": f"{what}, {times} ms"}
+        return {"kind": kind, "x": begin, "width": round(end - begin, 3), "title": f"{label}, {times} ms"}
 
     def ticks(self) -> list[tuple[float, str]]:
-        """Return round milliseconds and where they are."""
+        """Return positions and labels of round milliseconds."""
         least_us = self.length_us / _MOST_TICKS
         power = 10.0 ** floor(log10(least_us))
         each_us = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least_us)
@@ -48,9 +48,12 @@ class _Scale:
 def write_page(file: Path, timeline: Timeline, report: Report, explanation: str, decisions: Sequence[str]) -> None:
     """Write the page of a timeline and its report.
 
-    explanation, decisions: what averages the gradients, and what was decided about it, in words. Raises OSError.
+    Raises OSError.
+
+    explanation: description of the strategy in use.
+    decisions: descriptions of the decisions about it.
     """
-    from jinja2 import Environment, StrictUndefined  # which torch needs too
+    from jinja2 import Environment, StrictUndefined  # a dependency of torch
 
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
     template = environment.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
@@ -86,7 +89,7 @@ def _typical_step(timeline: Timeline, report: Report) -> dict[str, Any]:
 
 
 def _row(scale: _Scale, record: StepRecord, begin_us: float, last_starts_us: Sequence[float]) -> dict[str, Any]:
-    """Return a rank's bars: above what it does, below what its lane does; and when buckets were ready."""
+    """Return a rank's bars: its compute above, its lane below, and the times at which buckets were ready."""
     end_us, completed_us = record.compute_end_us, record.completed_us
     above = [scale.bar("compute", begin_us, end_us, "compute")]
     if completed_us > end_us:
@@ -94,13 +97,13 @@ def _row(scale: _Scale, record: StepRecord, begin_us: float, last_starts_us: Seq
     below = [
         scale.bar(piece.stage, piece.begin_us, piece.end_us, f"bucket {numbers(message.buckets)}: {piece.stage}")
         for message, last_start_us in zip(record.messages, last_starts_us, strict=True)
-        for piece in segments(message, last_start_us)
+        for piece in stage_intervals(message, last_start_us)
     ]
     return {"above": above, "below": below, "ready": [scale.at(bucket.ready_us) for bucket in record.buckets]}
 
 
 def _messages(report: Report) -> dict[str, Any]:
-    """Return the bars of the messages, means over ranks since the step began, beside what was predicted."""
+    """Return the bars of the messages, as means over ranks, and the predicted ends."""
     found, predicted = report.analysis.messages, report.predicted_finish_us
     ends_us = (report.analysis.mean.step_us, *(each.finished_us for each in found), *(predicted or ()))
     scale, rows = _Scale(0.0, 1.02 * max(ends_us)), []
@@ -108,6 +111,6 @@ def _messages(report: Report) -> dict[str, Any]:
         start_us = each.ready_us + each.queue_us
         queue = scale.bar("queue", each.ready_us, start_us, "behind other messages")
         bars = [queue, scale.bar("lane", start_us, each.finished_us, "under way")]
-        promised = None if predicted is None else scale.at(predicted[place])
-        rows.append({"name": numbers(each.buckets), "label": each.label, "bars": bars, "predicted": promised})
+        predicted_end = None if predicted is None else scale.at(predicted[place])
+        rows.append({"name": numbers(each.buckets), "label": each.label, "bars": bars, "predicted": predicted_end})
     return {"rows": rows, "ticks": scale.ticks(), "compute_end": scale.at(report.analysis.mean.compute_us)}

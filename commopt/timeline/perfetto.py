@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A timeline in Chrome's trace event format, which Perfetto (ui.perfetto.dev) and chrome://tracing show."""
+"""A timeline in Chrome's trace event format, for Perfetto (ui.perfetto.dev) and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ROWS = _GRADIENTS, _LANE, _WAITING = ("gradients", "lane", "waiting for the las
 
 
 def trace(timeline: Timeline) -> dict[str, Any]:
-    """Return the trace as an object for JSON: a process per rank, times in microseconds since the first event."""
+    """Return the trace as a JSON object: a process per rank, times in microseconds since the first event."""
     names: list[Event] = []
     events: list[Event] = []
     flows = count()
@@ -36,7 +36,7 @@ def trace(timeline: Timeline) -> dict[str, Any]:
     origin_us = min((event["ts"] for event in events), default=0.0)
     for event in events:
         event["ts"] = round(event["ts"] - origin_us, 3)
-        if "dur" in event:  # until now its end: both ends are rounded alike, or slices would no longer nest
+        if "dur" in event:  # holds the end so far: both ends are rounded alike, so that slices nest
             event["dur"] = max(0.0, round(round(event["dur"] - origin_us, 3) - event["ts"], 3))
     return {
         "traceEvents": [*names, *sorted(events, key=lambda event: (event["ts"], -event.get("dur", 0.0)))],
@@ -46,12 +46,12 @@ def trace(timeline: Timeline) -> dict[str, Any]:
 
 
 def write_trace(timeline: Timeline, path: str | Path) -> None:
-    """Write the trace into a file; raises OSError."""
+    """Write the trace to a file. Raises OSError."""
     Path(path).write_text(json.dumps(trace(timeline), allow_nan=False) + "\n")
 
 
 def _thread(rank: int, row: str) -> int:
-    """Return a thread's number, unlike that of its process: a viewer would take it for the main one."""
+    """Return a thread's number, which must differ from its process's: a viewer would take it for the main thread."""
     return (rank + 1) * len(_ROWS) + _ROWS.index(row)
 
 
@@ -62,12 +62,12 @@ def _name(what: str, pid: int, tid: int, **args: Any) -> Event:
 def _step(
     rank: int, record: StepRecord, last_starts: list[float], completed_us: float | None, flows: Iterator[int]
 ) -> Iterator[Event]:
-    """Yield the events of a step; `completed_us`: when the one before had ended, which is where this one may begin.
+    """Yield the events of a step.
 
-    Viewers drop slices of one row that overlap.
+    completed_us: end of the step before, the earliest beginning: viewers drop slices that overlap in one row.
     """
     known = [time_us for time_us in (record.forward_us, completed_us) if time_us is not None]
-    # On CUDA the forward's time is the host's, which runs ahead: the device was at the step before.
+    # On CUDA the forward's time is the host's, which runs ahead while the device is still in the step before.
     begin_us = max(known, default=min(bucket.ready_us for bucket in record.buckets))
     compute_end_us = max(record.compute_end_us, begin_us)
     yield _slice(rank, _GRADIENTS, f"step {record.step}", "compute", begin_us, compute_end_us, step=record.step)
@@ -77,7 +77,7 @@ def _step(
         args = {"bucket": bucket.number, "label": bucket.label, "bytes": bucket.nbytes}
         yield {**_point(rank, _GRADIENTS, f"bucket {bucket.number} ready", "ready", "i", bucket.ready_us), "args": args}
     for message, last_start_us in zip(record.messages, last_starts, strict=True):
-        queued_us = max(min(message.queued_us, compute_end_us), begin_us)  # an arrow must leave from inside a slice
+        queued_us = max(min(message.queued_us, compute_end_us), begin_us)  # an arrow must start inside a slice
         yield from _message(rank, record.step, message, queued_us, last_start_us, next(flows))
 
 
@@ -110,7 +110,7 @@ def _message(
 
 
 def _slice(rank: int, row: str, name: str, category: str, begin_us: float, end_us: float, **args: Any) -> Event:
-    """Return a slice whose `dur` is its end until all events are known."""
+    """Return a slice whose `dur` holds its end until all events are known."""
     return {**_point(rank, row, name, category, "X", begin_us), "dur": end_us, "args": args}
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recordings of all ranks on one clock, and what the lane did during each message."""
+"""The recordings of all ranks on one clock, and the stages of each message on the lane."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ _WARM_UP_ROUNDS = 4
 
 @dataclass(frozen=True)
 class Offsets:
-    """Microseconds to add to each rank's clock to get rank 0's, and by how much they may be wrong either way."""
+    """Differences between the clocks of the ranks.
+
+    offset_us: to add to each rank's clock to get rank 0's.
+    uncertainty_us: largest error of each offset, in either direction.
+    """
 
     offset_us: tuple[float, ...]
     uncertainty_us: tuple[float, ...]
@@ -32,10 +36,10 @@ class Offsets:
 def offsets_from(entered_us: Sequence[Sequence[float]], left_us: Sequence[Sequence[float]]) -> Offsets:
     """Return the offsets that follow from `[round][rank]` times, each on the rank's own clock.
 
-    Nobody leaves a collective before the last rank has entered it. So with o the offsets, left_i + o_i >= entered_j +
-    o_j for any two ranks, which bounds o_j - o_i from above; the tightest bounds of all rounds, also by way of third
-    ranks (shortest paths), leave an interval around each offset. Its middle is taken. The clocks must not drift while
-    the rounds last.
+    No rank leaves a collective before the last one has entered it. With offsets o this means left_i + o_i >= entered_j
+    + o_j for any two ranks, an upper bound of o_j - o_i. The tightest bounds of all rounds, also through third ranks
+    (shortest paths), leave an interval for each offset; the result is its middle. The clocks must not drift during
+    the rounds.
     """
     entered, left = np.asarray(entered_us, dtype=np.float64), np.asarray(left_us, dtype=np.float64)
     world_size = entered.shape[1]
@@ -60,7 +64,7 @@ def _shortest(length: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 
 def measure_offsets(team: Team, rounds: int = 32) -> Offsets:
-    """Compare the clocks (perf_counter) of all ranks of `team`; collective, on a lane."""
+    """Compare the clocks (perf_counter) of all ranks of `team`. Collective, on a lane."""
     source = torch.zeros(1, dtype=torch.float32, device=team.default_device)
     output = source.new_empty(team.size)
     times_ns = []
@@ -77,17 +81,19 @@ def measure_offsets(team: Team, rounds: int = 32) -> Offsets:
     return offsets_from(table[:, :, 0].T.tolist(), table[:, :, 1].T.tolist())
 
 
-# Every rank gets everybody's steps: as many as make about this many messages and collectives, but not fewer than 8.
+# Every rank gets the steps of all ranks: about this many messages and collectives, but at least 8 steps.
 _MOST_PIECES = 400_000
 _FEWEST_STEPS = 8
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """Steps that all ranks recorded, with the same buckets and messages; times are on the clock of the first rank.
+    """Steps that all ranks recorded with the same buckets and messages, on the clock of the first rank.
 
-    `ranks` are the global ranks and `nodes` the node of each; `steps[k][place]` is what rank `ranks[place]` did in
-    step k. Times of a rank may be wrong by `uncertainty_us[place]` against those of the first.
+    ranks: global ranks.
+    nodes: node of each rank.
+    uncertainty_us: largest error of each rank's times against the first rank's.
+    steps: `steps[k][place]` is step k of rank `ranks[place]`.
     """
 
     ranks: tuple[int, ...]
@@ -97,10 +103,10 @@ class Timeline:
 
 
 def gather(team: Team, records: Sequence[StepRecord]) -> Timeline:
-    """Return the timeline of all ranks' `records`, on every rank; collective, on a lane.
+    """Return the timeline of all ranks' `records` on every rank. Collective, on a lane.
 
-    Of large models on many ranks only the last steps are taken. Clocks are compared now: earlier steps are off by what
-    the clocks have drifted apart since, which no uncertainty contains.
+    For large models on many ranks only the last steps are taken. Clocks are compared now. Their drift since earlier
+    steps is not part of the uncertainty.
     """
     clocks = measure_offsets(team)
     lists = json.dumps([record.to_lists() for record in affordable(records, team.size)])
@@ -120,7 +126,7 @@ def gather(team: Team, records: Sequence[StepRecord]) -> Timeline:
 
 
 def affordable(records: Sequence[StepRecord], ranks: int) -> Sequence[StepRecord]:
-    """Return the last of `records`, as many as so many ranks can show each other."""
+    """Return the last of `records`, as many as this number of ranks can exchange."""
     if not records:
         return records
     pieces = max(sum(1 + len(message.spans) for message in record.messages) for record in records)
@@ -133,8 +139,8 @@ STAGES = (WAITING, LOCAL, "intra", "inter", "world")
 
 
 @dataclass(frozen=True)
-class Segment:
-    """A part of a message during which the lane was in one stage."""
+class StageInterval:
+    """A time interval of a message in which the lane was in one stage."""
 
     stage: str
     begin_us: float
@@ -142,14 +148,16 @@ class Segment:
 
 
 def stays_inside(step: Sequence[StepRecord]) -> bool:
-    """Return whether each node kept to itself throughout a step, as with LocalSGD: no collective left one."""
+    """Return whether no collective of a step crossed between nodes, as in the steps of LocalSGD."""
     return all(map(_stays_inside, _by_message(step)))
 
 
 def last_starts_us(step: Sequence[StepRecord], nodes: Sequence[int]) -> list[list[float]]:
-    """Return [rank][message] when the last of the ranks in it started the message: before that it cannot have ended.
+    """Return the start of each message on the last of its ranks, [rank][message]. It cannot have ended before.
 
-    nodes: of each rank. All ranks are in a message, but for those that stay inside the nodes.
+    All ranks take part in a message, unless it stays inside the nodes.
+
+    nodes: node of each rank.
     """
     columns = []
     for same in _by_message(step):
@@ -170,27 +178,27 @@ def _stays_inside(same: Iterable[MessageRecord]) -> bool:
     return all(span.level == "intra" for message in same for span in message.spans)
 
 
-def segments(message: MessageRecord, last_start_us: float) -> list[Segment]:
-    """Return the message's time cut into stages, in order and without gaps.
+def stage_intervals(message: MessageRecord, last_start_us: float) -> list[StageInterval]:
+    """Return the stages of a message, in order and without gaps.
 
-    Up to `last_start_us` it counts as waiting, whatever this rank did meanwhile.
+    The time up to `last_start_us` counts as waiting.
     """
     begin_us, end_us = message.started_us, message.finished_us
     edges = {time for span in message.spans for time in (span.begin_us, span.end_us)} | {last_start_us}
     cuts = sorted({begin_us, end_us, *(time for time in edges if begin_us < time < end_us)})
-    found: list[Segment] = []
+    found: list[StageInterval] = []
     for begin, end in pairwise(cuts):
         stage = WAITING if begin < last_start_us else _stage(message, (begin + end) / 2)
         if found and found[-1].stage == stage:
             begin = found.pop().begin_us
-        found.append(Segment(stage, begin, end))
+        found.append(StageInterval(stage, begin, end))
     return found
 
 
 def stages_us(message: MessageRecord, last_start_us: float) -> dict[str, float]:
-    """Return how long the message was in each of STAGES."""
+    """Return the time of the message in each of STAGES."""
     found = dict.fromkeys(STAGES, 0.0)
-    for segment in segments(message, last_start_us):
+    for segment in stage_intervals(message, last_start_us):
         found[segment.stage] += segment.end_us - segment.begin_us
     return found
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report: where a step's time and bytes go, in words and figures."""
+"""The report: time and bytes of a step, as text and tables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from commopt.display import WIDTH, aligned, significant
 from commopt.errors import ConfigurationError
 from commopt.groups import WireBytes
-from commopt.timeline.analysis import Analysis, RankTimes, StepTimes, analyse
+from commopt.timeline.analysis import Analysis, RankTimes, StepBreakdown, analyse
 from commopt.timeline.recordings import STAGES, Timeline
 
 _MOST_RANKS = 16
@@ -20,7 +20,11 @@ _LONGEST_NAME = 24
 
 @dataclass(frozen=True)
 class TrafficOutside:
-    """Payload bytes of DDP that no hook sees: parameters at start-up, buffers (BatchNorm) before every forward."""
+    """Payload bytes that DDP sends outside the hook.
+
+    start_up_broadcast_bytes: parameters and buffers at start-up.
+    buffers_bytes_per_step: buffers (BatchNorm) before every forward.
+    """
 
     start_up_broadcast_bytes: int = 0
     buffers_bytes_per_step: int = 0
@@ -28,9 +32,13 @@ class TrafficOutside:
 
 @dataclass(frozen=True)
 class Subject:
-    """What a report is of: the model's class and number of parameters, what averages, and when it was made.
+    """The subject of a report.
 
-    inter_bytes: by the names of presets, what they would send to other nodes in a step, of this rank and these buffers.
+    model: class of the model.
+    numel: number of its parameters.
+    strategy: the strategy that averages the gradients.
+    when: time of the report.
+    inter_bytes: bytes that each preset would send to other nodes in a step, on this rank with these buffers.
     """
 
     model: str
@@ -46,11 +54,12 @@ class Subject:
 
 @dataclass(frozen=True)
 class Report:
-    """What `report` found; times are means over typical steps, in microseconds; printed in milliseconds.
+    """Result of `report`. Times are means over typical steps, in microseconds, and printed in milliseconds.
 
-    sent_per_step: payload bytes that this rank sends through the hook, past the dense steps that some begin with.
-    predicted_exposed_us and predicted_finish_us (one per message, since the step began) are what the plan promised of
-    the last rank, None without one.
+    sent_per_step: payload bytes that this rank sends through the hook, after the dense steps that some strategies
+        begin with.
+    predicted_exposed_us: the plan's prediction for the last rank; None without a plan.
+    predicted_finish_us: the plan's prediction for each message, from the start of the step; None without a plan.
     """
 
     analysis: Analysis
@@ -85,9 +94,9 @@ def report(
     predicted_finish_us: Sequence[float] | None = None,
     subject: Subject | None = None,
 ) -> Report:
-    """Return the report of a timeline; see Report for the rest.
+    """Return the report of a timeline; see Report for the other arguments.
 
-    Raises ConfigurationError when no step was recorded, or when predicted_finish_us has not one time per message.
+    Raises ConfigurationError when no step was recorded, or unless predicted_finish_us has one time per message.
     """
     analysis = analyse(timeline)
     if predicted_finish_us is not None and len(predicted_finish_us) != len(analysis.messages):
@@ -108,7 +117,7 @@ def report(
 
 
 def head(report: Report) -> list[str]:
-    """Return in sentences what the report says of the mean over ranks, of late ranks, and of bytes."""
+    """Return sentences about the mean over ranks, late ranks, and bytes."""
     found, times = report.analysis, report.analysis.mean
     nodes = len({rank.node for rank in found.ranks})
     lines = [str(report.subject)] if report.subject else []
@@ -143,8 +152,12 @@ def head(report: Report) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Table:
-    """Rows under headings, which may have lines; the first `left` columns are text."""
+class ReportTable:
+    """A table of the report.
+
+    headings: may have several lines.
+    left: number of columns with text, which come first.
+    """
 
     title: str
     headings: tuple[str, ...]
@@ -153,13 +166,13 @@ class Table:
 
 
 def latest_ranks(report: Report, most: int) -> list[RankTimes]:
-    """Return the ranks that are latest, as many as `most`, in their order."""
+    """Return up to `most` of the latest ranks, in rank order."""
     latest = sorted(report.analysis.ranks, key=lambda rank: -rank.late_us)[:most]
     return sorted(latest, key=lambda rank: rank.rank)
 
 
-def ranks(report: Report, most: int = _MOST_RANKS) -> Table:
-    """Return a row for each of the latest ranks, as many as `most`."""
+def ranks(report: Report, most: int = _MOST_RANKS) -> ReportTable:
+    """Return the table with up to `most` of the latest ranks."""
     found, shown = report.analysis, latest_ranks(report, most)
     rows = [_rank_row(str(rank.rank), str(rank.node), rank.times, rank) for rank in shown]
     rows.append(_rank_row("mean", "", found.mean, None))
@@ -176,10 +189,10 @@ def ranks(report: Report, most: int = _MOST_RANKS) -> Table:
     )
     left_out = len(found.ranks) - len(shown)
     title = "Ranks, ms" + (f" (the {len(shown)} latest; {left_out} more)" if left_out else "")
-    return Table(title, headings, rows, 1)
+    return ReportTable(title, headings, rows, 1)
 
 
-def _rank_row(name: str, node: str, times: StepTimes, rank: RankTimes | None) -> list[str]:
+def _rank_row(name: str, node: str, times: StepBreakdown, rank: RankTimes | None) -> list[str]:
     figures = (
         times.step_us,
         times.compute_us,
@@ -191,8 +204,8 @@ def _rank_row(name: str, node: str, times: StepTimes, rank: RankTimes | None) ->
     return [name, node, *map(_ms, figures), "" if rank is None else f"{rank.late_us / 1000:+.2f}"]
 
 
-def messages(report: Report) -> Table:
-    """Return a row for each message of a step."""
+def messages(report: Report) -> ReportTable:
+    """Return the table of the messages of a step."""
     found = report.analysis.messages
     used = [stage for stage in STAGES if any(message.stages_us[stage] for message in found)]
     predicted = report.predicted_finish_us or [None] * len(found)
@@ -204,13 +217,13 @@ def messages(report: Report) -> Table:
             _ms(message.ready_us),
             _ms(message.queue_us),
             *(_ms(message.stages_us[stage]) for stage in used),
-            *(_ms(time_us) for time_us in (message.finished_us, promised) if time_us is not None),
+            *(_ms(time_us) for time_us in (message.finished_us, predicted_us) if time_us is not None),
         ]
-        for message, promised in zip(found, predicted, strict=True)
+        for message, predicted_us in zip(found, predicted, strict=True)
     ]
     last = ("end",) if report.predicted_finish_us is None else ("end", "plan")
     headings = ("buckets", "parameters", "MB", "ready", "queue", *used, *last)
-    return Table("Messages in the order of the lane, ms, mean over ranks", headings, rows, 2)
+    return ReportTable("Messages in the order of the lane, ms, mean over ranks", headings, rows, 2)
 
 
 def _wrapped(lines: Sequence[str]) -> list[str]:
@@ -218,23 +231,23 @@ def _wrapped(lines: Sequence[str]) -> list[str]:
 
 
 def words(report: Report) -> list[str]:
-    """Return what the words of the tables mean, a line each."""
-    promised = ["plan: when it expects the end."] if report.predicted_finish_us else []
+    """Return the meaning of the words in the tables, a line each."""
+    predicted = ["plan: the predicted end."] if report.predicted_finish_us else []
     return [
-        *promised,
+        *predicted,
         "step: from the end of the last message to the end of the next step's. compute: until the last gradient.",
         "hidden: communication while gradients are computed. exposed: communication after the last gradient.",
-        "waiting: this rank has started a message that another rank in it has not. transfer: the rest.",
-        "late: this rank's gradients behind the median of the other ranks', at its worst bucket.",
-        "ready, end: since the step began. queue: behind other messages. local: packing, compressing, adding.",
+        "waiting: this rank has started a message, another of its ranks has not. transfer: the rest.",
+        "late: delay of this rank's gradients behind the median of the other ranks, at its worst bucket.",
+        "ready, end: from the start of the step. queue: behind other messages. local: packing, compressing, adding.",
         "intra, inter, world: collectives inside nodes, between nodes, over all ranks at once.",
-        "Means over the half of the steps whose length is nearest the median; late: median over all.",
-        f"Clocks of ranks agreed with the first one's to {report.uncertainty_us:.0f} us when they were compared.",
+        "Means over the half of the steps whose length is nearest to the median; late: median over all.",
+        f"Uncertainty of the ranks' clocks against the first rank's, when compared: {report.uncertainty_us:.0f} us.",
     ]
 
 
 def numbers(buckets: Sequence[int]) -> str:
-    """Write bucket numbers briefly: 0-3,7."""
+    """Return bucket numbers in short form: 0-3,7."""
     runs: list[list[int]] = []
     for number in buckets:
         if runs and number == runs[-1][1] + 1:
@@ -244,12 +257,12 @@ def numbers(buckets: Sequence[int]) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
-def _hidden_percent(times: StepTimes) -> str:
+def _hidden_percent(times: StepBreakdown) -> str:
     return f"{100 * times.hidden_us / times.communication_us:.0f} %" if times.communication_us else "nothing"
 
 
 def _shortened(label: str) -> str:
-    """Keep the ends of names, which tell more than their beginnings."""
+    """Return a label whose long names keep only their ends, the more specific part."""
     names = label.split(" .. ")
     return " .. ".join(name if len(name) <= _LONGEST_NAME else "..." + name[3 - _LONGEST_NAME :] for name in names)
 
@@ -263,5 +276,5 @@ def _ms(time_us: float) -> str:
 
 
 def mb(nbytes: int) -> str:
-    """Write bytes as millions."""
+    """Return bytes as text in MB."""
     return f"{nbytes / 1e6:.3g} MB"

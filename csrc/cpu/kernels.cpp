@@ -2,9 +2,11 @@
 // Compiled once for every kind of processor: COMMOPT_TARGET names it.
 #include "kernels.hpp"
 
+#include "blocks.hpp"
 #include "factors.hpp"
 #include "lowrank.hpp"
 #include "packing.hpp"
+#include "sparse.hpp"
 #include "sums.hpp"
 
 #define NAME_OF(target) #target
@@ -17,5 +19,7 @@
 const Kernels TABLE(COMMOPT_TARGET) = {
     TEXT(COMMOPT_TARGET),   KERNEL(lowrank_project), KERNEL(lowrank_refresh), KERNEL(lowrank_decode),
     KERNEL(lowrank_begin),  KERNEL(lowrank_back),    KERNEL(lowrank_finish),  KERNEL(orthogonalize),
-    KERNEL(pack),           KERNEL(unpack),          KERNEL(sum_bfloat16),
+    KERNEL(pack),           KERNEL(unpack),          KERNEL(sum_bfloat16),    KERNEL(encode),
+    KERNEL(recode),         KERNEL(decode),          KERNEL(sparse_select),   KERNEL(sparse_scatter),
+    KERNEL(sparse_sum),
 };

@@ -31,6 +31,26 @@ struct Kernels {
                    std::int64_t numel, std::uint16_t* values);
     void (*sum_bfloat16)(const std::uint16_t* rows, std::int64_t apart, std::int64_t count, std::int64_t numel,
                          float* total);
+    void (*encode)(std::int64_t codec, const void* values, std::int64_t dtype, std::int64_t numel, double scale,
+                   std::uint8_t* payload, std::int64_t stride, std::int64_t rows, std::int64_t blocks,
+                   std::int64_t block, const float* old, float* fresh, const float* loss_scale, double decay,
+                   std::int64_t seed, std::int64_t step, std::int64_t stream, std::int64_t threads);
+    void (*recode)(std::int64_t codec, std::uint8_t* payloads, std::int64_t stride, std::int64_t peers,
+                   std::uint8_t* payload, std::int64_t blocks, std::int64_t block, std::int64_t numel,
+                   const float* old, float* fresh, const float* loss_scale, double decay, std::int64_t seed,
+                   std::int64_t step, std::int64_t stream, std::int64_t threads);
+    void (*decode)(std::int64_t codec, std::uint8_t* payload, std::int64_t stride, std::int64_t rows,
+                   std::int64_t blocks, std::int64_t block, std::int64_t peers, void* values, std::int64_t dtype,
+                   std::int64_t numel, std::int64_t threads);
+    void (*sparse_select)(const void* values, std::int64_t dtype, std::int64_t numel, double scale,
+                          std::uint8_t* payload, std::int64_t stride, std::int64_t rows, std::int64_t chunk_numel,
+                          std::int64_t count, std::int64_t value_dtype, const float* old, float* fresh,
+                          const float* loss_scale, double decay, std::int64_t threads);
+    void (*sparse_scatter)(std::uint8_t* payload, std::int64_t stride, std::int64_t rows, std::int64_t chunk_numel,
+                           std::int64_t count, std::int64_t value_dtype, void* values, std::int64_t dtype,
+                           std::int64_t numel);
+    void (*sparse_sum)(std::uint8_t* payloads, std::int64_t stride, std::int64_t peers, std::int64_t chunk_numel,
+                       std::int64_t count, std::int64_t value_dtype, float* total);
 };
 
 extern const Kernels baseline_kernels, avx2_kernels;  // the second on x86 alone

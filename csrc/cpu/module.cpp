@@ -68,4 +68,10 @@ PYBIND11_MODULE(_cpu, module) {
     define(module, "pack", &Kernels::pack);
     define(module, "unpack", &Kernels::unpack);
     define(module, "sum_bfloat16", &Kernels::sum_bfloat16);
+    define(module, "encode", &Kernels::encode);
+    define(module, "recode", &Kernels::recode);
+    define(module, "decode", &Kernels::decode);
+    define(module, "sparse_select", &Kernels::sparse_select);
+    define(module, "sparse_scatter", &Kernels::sparse_scatter);
+    define(module, "sparse_sum", &Kernels::sparse_sum);
 }

@@ -47,7 +47,16 @@ inline void prefetch(const float* from) { __builtin_prefetch(from); }
 
 inline Floats all(float value) { return Floats{} + value; }
 
-inline float sum(Floats v) { return ((v[0] + v[4]) + (v[1] + v[5])) + ((v[2] + v[6]) + (v[3] + v[7])); }
+inline float sum(Floats v) {
+#ifdef __AVX__
+    const __m256 whole = reinterpret_cast<__m256>(v);
+    const __m128 halves = _mm_add_ps(_mm256_castps256_ps128(whole), _mm256_extractf128_ps(whole, 1));
+    const __m128 pairs = _mm_hadd_ps(halves, halves);
+    return _mm_cvtss_f32(_mm_hadd_ps(pairs, pairs));
+#else
+    return ((v[0] + v[4]) + (v[1] + v[5])) + ((v[2] + v[6]) + (v[3] + v[7]));
+#endif
+}
 
 // Call `work(first, last)` for parts of [0, count), one in each thread, each but the last a multiple of `unit`.
 template <typename Work>

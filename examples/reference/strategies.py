@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import commopt
-from commopt.aggregate import Buffer, Step
+from commopt.aggregate import Action, Buffer
 from commopt.groups import Team, TeamShape
 
 
@@ -101,7 +101,7 @@ def Aggregator(ddp: DDP) -> None:
         def all_reduce(self, buffer: Tensor, team: Team, scale: float, context: commopt.BufferContext) -> None:
             team.all_reduce(buffer, scale=2 * scale)
 
-        def calls(self, buffer: Buffer, team: TeamShape) -> tuple[Step, ...]:
+        def calls(self, buffer: Buffer, team: TeamShape) -> tuple[Action, ...]:
             return commopt.Flat().calls(buffer, team)
 
         @property
@@ -171,7 +171,7 @@ def Compressor() -> None:
     quantize: commopt.Compressor = commopt.Quantize(bits=4)  # examples/new_compressor.py writes one
     values, decoded = torch.randn(1024), torch.empty(1024)
     payload = torch.empty(1, quantize.payload_nbytes(1024), dtype=torch.uint8)
-    quantize.compress(values, payload, chunk_numel=1024, scale=1.0)
+    quantize.compress(values, payload, commopt.compress.Encoding(chunk_numel=1024))
     quantize.decompress(payload, decoded, chunk_numel=1024)
     print((decoded - values).norm() / values.norm())
 

@@ -15,7 +15,7 @@ from bench.environment import end_when_told, machine
 from bench.evidence.convergence import large_table, local_table, plan, rates, report
 from bench.evidence.convergence.ranks import parse_options
 from bench.training import report as link_report
-from commopt.cluster import Cluster
+from commopt.cluster import EmulatedCluster
 
 _UNUSABLE = 2
 _LINK_SECONDS = 6.0
@@ -47,13 +47,13 @@ def time_steps(options: argparse.Namespace) -> int:
     strategies = [entry.strategy for entry in options.entries if entry.on_link]
     if set(strategies) <= {outcome.strategy for outcome in link_outcomes(options)}:
         return 0
-    if missing := Cluster.missing(plan.RATE):
+    if missing := EmulatedCluster.missing(plan.RATE):
         print(f"No times on a slow network: {missing}", file=sys.stderr)
         return 0
     seconds = _LINK_SECONDS_QUICK if options.quick else _LINK_SECONDS
     arguments = ["--strategies", ",".join(strategies), *plan.GPT.model, "--json", str(options.link_json)]
     arguments += ["--seconds", str(seconds), "--look-every", str(seconds)]
-    with Cluster(len(options.ranks_per_node), options.ranks_per_node, plan.RATE) as cluster:
+    with EmulatedCluster(len(options.ranks_per_node), options.ranks_per_node, plan.RATE) as cluster:
         return cluster.run(["-m", "bench.training", *arguments], env=_NO_GPU, capture=False).returncode
 
 

@@ -14,7 +14,7 @@ import torch
 from bench.evidence.convergence import resnet
 from bench.training.report import STOCK
 from commopt import DGC, Aggregator, LocalSGD, OneBit, PowerSGD, Quantize
-from commopt.command_line import Parser
+from commopt.command_line import CommandParser
 from examples import train_digits, train_gpt
 
 RANKS_PER_NODE = (2, 2)
@@ -184,7 +184,7 @@ class Task:
 
     def start(self, optimizer: str, seed: int, device: torch.device, entry: Entry) -> Training:
         """Return the example's fresh model and data, with an entry's learning rate and betas. Collective."""
-        parser = Parser()
+        parser = CommandParser()
         self.example.add_model_options(parser)
         chosen = {"optimizer": optimizer, "seed": seed, self._decay: self.steps}
         chosen["learning-rate"] = entry.rate * dict(self.learning_rates)[optimizer]

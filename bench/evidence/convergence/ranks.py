@@ -25,7 +25,7 @@ from bench.evidence.convergence import large, plan, report
 from bench.evidence.convergence.plan import Case, Training, cases
 from bench.evidence.convergence.report import Point, Run
 from bench.training.strategies import enter
-from commopt.command_line import Parser, output_file, whole
+from commopt.command_line import CommandParser, output_file, whole
 from examples import train_gpt
 from examples.train_gpt import progress_bar, start_process_group
 
@@ -36,7 +36,7 @@ def parse_options() -> argparse.Namespace:
     Beside the options themselves: tasks, entries and seeds, as plan.cases takes them; settings, of all tasks; the
     ranks per node and the kind of file; the command; and link_json, where the times on the slow network go.
     """
-    parser = Parser(
+    parser = CommandParser(
         prog="python -m bench.evidence.convergence",
         description=(bench.evidence.convergence.__doc__ or "").splitlines()[0],
     )

@@ -61,7 +61,7 @@ class Run:
     digest: str = ""
     """Of the bits of all parameters at the end, on all ranks."""
     learning_rate: float | None = None
-    """At the beginning; None in files older than this field."""
+    """At the beginning; None where it was not recorded."""
 
     @property
     def key(self) -> tuple[str, str, str, int]:

@@ -25,7 +25,7 @@ from bench.evidence.prediction.predict import predict, with_own_work
 from bench.evidence.prediction.probe import Probe, Probed, Processors, wanted
 from bench.evidence.prediction.report import Configuration, Environment
 from bench.evidence.training_run import Profile, TrainingRun
-from commopt.command_line import Parser, number, output_file
+from commopt.command_line import CommandParser, number, output_file
 from commopt.groups import TeamShape, join
 from commopt.probe.prober import link_text, work_text
 from examples.train_gpt import progress_bar, start_process_group
@@ -68,7 +68,7 @@ _TEXTS = "NAME[:OPTION=VALUE][,NAME...]"
 
 def parse_options() -> argparse.Namespace:
     """Read the command line; a wrong one ends here, before anything is started."""
-    parser = Parser(prog="python -m bench.evidence.prediction", description=(__doc__ or "").splitlines()[0])
+    parser = CommandParser(prog="python -m bench.evidence.prediction", description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "--models", type=_texts, default=list(MODELS), metavar=_TEXTS, help=f"of {', '.join(MODELS)} (default: all)"
     )

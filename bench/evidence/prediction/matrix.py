@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 
-from bench.evidence.matrix import EmulatedCluster, Entry, Matrix
+from bench.evidence.matrix import ClusterShape, Entry, Matrix
 from bench.evidence.prediction import report
 
 _CLUSTERS = (
@@ -25,7 +25,7 @@ _CLUSTERS = (
 MATRIX = Matrix(
     "bench.evidence.prediction.matrix",
     (__doc__ or "").splitlines()[0],
-    [Entry(EmulatedCluster(*each), ("bench.evidence.prediction",)) for each in _CLUSTERS],
+    [Entry(ClusterShape(*each), ("bench.evidence.prediction",)) for each in _CLUSTERS],
     report.read,
     report.markdown,
     timeout_s=900.0,

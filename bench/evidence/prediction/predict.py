@@ -17,7 +17,7 @@ from commopt.aggregate import Aggregator
 from commopt.cost import Links, cost
 from commopt.feedback import Layout
 from commopt.groups import TeamShape
-from commopt.simulate import Bucket, Outcome, Workload, simulate_step
+from commopt.simulate import Bucket, SimulatedStep, Workload, simulate_step
 
 _CALLS = 6
 _US = 1e6
@@ -74,8 +74,8 @@ def _scaled(links: Links, aggregator: Aggregator, buckets: Sequence[Layout], sha
 class Predicted:
     """A step beside communication on the same processors, and the same as if each rank had others for it."""
 
-    shared: Outcome
-    apart: Outcome
+    shared: SimulatedStep
+    apart: SimulatedStep
 
 
 def predict(workload: Workload, aggregator: Aggregator, shape: TeamShape, probed: Probed, load: float) -> Predicted:

@@ -24,7 +24,8 @@ from commopt.cluster import link_rate
 from commopt.cost import Curve, LinkKey, Links, WorkKey
 from commopt.feedback import Layout
 from commopt.groups import Membership, Team, TeamShape
-from commopt.probe.operations import COLLECTIVES, Group, Job, groups_of, jobs_of, known_compressors
+from commopt.probe.collectives import COLLECTIVES
+from commopt.probe.operations import ConcurrentGroups, TimedWork, call_of, groups_of, known_compressors, work_of
 from commopt.probe.prober import link_text, nbytes_text, read_header, work_text
 from commopt.probe.timing import Call, LaneTimer, Measured, Repeats, sweep
 from commopt.schedule import Unit
@@ -179,7 +180,7 @@ class Probe:
 
     def run(self) -> Probed:
         """Measure and fit; every rank returns the first rank's curves."""
-        jobs = {job.key: job for job in jobs_of(known_compressors())}
+        jobs = {job.key: job for job in work_of(known_compressors())}
         unknown = [work_text(key) for key in self.wanted.work if key not in jobs]
         if unknown:
             raise ConfigurationError(f"nobody measures {', '.join(unknown)}; leave the strategies out that do it")
@@ -232,17 +233,19 @@ class Probe:
             print(f"{name}: {len(found.points)} sizes up to {largest} in {found.spent_us / _US:.1f} s", file=sys.stderr)
         return _Curves(Curve.fit(found.points), Curve.fit(busy))
 
-    def _link(self, primitive: str, group: Group, processor: _Processor, nbytes: int, repeats: Repeats) -> Measured:
+    def _link(
+        self, primitive: str, group: ConcurrentGroups, processor: _Processor, nbytes: int, repeats: Repeats
+    ) -> Measured:
         collective = COLLECTIVES[primitive]
 
         def prepare(team: Team) -> Call:
-            return processor.counted(collective.bind(team, nbytes, self._timer.device))
+            return processor.counted(call_of(collective, nbytes, self._timer.device, team))
 
         what = f"{link_text(group.key(primitive))}, {nbytes} bytes"
         alone = group.groups == 1
         return self._timer.time_collective(prepare, group.team, what, repeats, closed=collective.closed, alone=alone)
 
-    def _work(self, job: Job, processor: _Processor, nbytes: int, repeats: Repeats) -> Measured:
+    def _work(self, job: TimedWork, processor: _Processor, nbytes: int, repeats: Repeats) -> Measured:
         def prepare() -> Call:
             return processor.counted(job.prepare(nbytes // torch.float32.itemsize, self._timer.device))
 

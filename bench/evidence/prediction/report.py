@@ -13,7 +13,7 @@ from statistics import median
 
 from bench.document import table
 from bench.evidence.matrix import World, append_run, read_runs
-from commopt.command_line import Parser, content_of
+from commopt.command_line import CommandParser, content_of
 
 _KIND = "prediction"
 
@@ -100,7 +100,7 @@ def markdown(runs: Sequence[Run]) -> str:
 
 def main() -> None:
     """Print."""
-    parser = Parser(prog="python -m bench.evidence.prediction.report", description="A table of predictions.")
+    parser = CommandParser(prog="python -m bench.evidence.prediction.report", description="A table of predictions.")
     parser.add_argument(
         "files",
         type=content_of(lambda path: read([path])),

@@ -14,7 +14,7 @@ from typing import Any
 from bench.environment import end_when_told, machine
 from bench.evidence.scaling.report import Environment, Point, markdown, write
 from bench.evidence.scaling.worker import World, batch_per_rank, parse_options
-from commopt.cluster import Cluster, ClusterUnavailableError
+from commopt.cluster import ClusterUnavailableError, EmulatedCluster
 
 _UNUSABLE = 2
 
@@ -33,7 +33,7 @@ def measure_world(world: World, batch: int, options: argparse.Namespace) -> dict
         file = Path(folder, "found.json")
         # The last of two equal options counts.
         command = ["-m", "bench.evidence.scaling.worker", *sys.argv[1:], "--batch", str(batch), "--json", str(file)]
-        with Cluster(*world, rate=options.rate, delay=options.delay) as cluster:
+        with EmulatedCluster(*world, rate=options.rate, delay=options.delay) as cluster:
             returncode = cluster.run(command, capture=False).returncode
         if returncode:
             raise WorldFailed(world, returncode)

@@ -20,10 +20,10 @@ from bench.document import table
 from bench.environment import machine
 from bench.evidence.scaling import published
 from bench.output import write_lines, written_by
-from commopt.command_line import Parser, content_of, output_file
+from commopt.command_line import CommandParser, content_of, output_file
 from commopt.simulate import (
     ClusterSpec,
-    Network,
+    NetworkSpec,
     Scaling,
     ScalingPoint,
     Stragglers,
@@ -134,7 +134,9 @@ class Floor:
 
 def scaling(name: str, gbps: float, given: Assumptions) -> Scaling:
     """Return the simulation of a model on a network."""
-    network = Network(gbps, given.intra_gb_per_s, efficiency=given.efficiency, inter_latency_us=given.inter_latency_us)
+    network = NetworkSpec(
+        gbps, given.intra_gb_per_s, efficiency=given.efficiency, inter_latency_us=given.inter_latency_us
+    )
     cluster = ClusterSpec(given.gpus_per_node, gpu(given.gpu), network)
     workload = partial(_workload, name, given)
     return Scaling(workload, cluster, stragglers=Stragglers(given.straggler_sigma))
@@ -165,7 +167,9 @@ def floors(given: Assumptions, nodes: int) -> Iterator[Floor]:
 
 def main() -> None:
     """Predict, print and write."""
-    parser = Parser(prog="python -m bench.evidence.scaling.predicted", description=(__doc__ or "").splitlines()[0])
+    parser = CommandParser(
+        prog="python -m bench.evidence.scaling.predicted", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument(
         "--json", type=output_file, metavar="FILE", help="write JSON lines: the assumptions, then predictions"
     )

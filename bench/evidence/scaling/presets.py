@@ -20,7 +20,7 @@ from bench.evidence.convergence.report import OPTIMIZER_TITLES, Summary, summari
 from bench.evidence.convergence.report import read as read_convergence
 from bench.evidence.scaling.predicted import GBPS, Assumptions, assumptions, scaling
 from bench.output import write_lines, written_by
-from commopt.command_line import Parser, content_of, output_file, whole
+from commopt.command_line import CommandParser, content_of, output_file, whole
 from commopt.simulate import ScalingPoint, strategy
 from commopt.simulate.scaling import FLAGGED, LOSSLESS, LOSSY, STOCK
 from commopt.simulate.throughput import BATCHES
@@ -164,7 +164,7 @@ def _counts(text: str) -> tuple[int, ...]:
 
 def main() -> None:
     """Predict, print and write."""
-    parser = Parser(prog="python -m bench.evidence.scaling.presets", description=(__doc__ or "").splitlines()[0])
+    parser = CommandParser(prog="python -m bench.evidence.scaling.presets", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write JSON lines: assumptions, then cells")
     parser.add_argument("--show", type=content_of(read), metavar="FILE", help="print a table of such a file instead")
     parser.add_argument(

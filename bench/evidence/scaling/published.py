@@ -13,7 +13,7 @@ from math import inf, isfinite
 from bench.document import table
 from commopt.simulate import (
     ClusterSpec,
-    Network,
+    NetworkSpec,
     Scaling,
     ScalingPoint,
     Stragglers,
@@ -40,7 +40,7 @@ class Setup:
     samples_per_s: float
     nodes: int
     gpus_per_node: int
-    network: Network
+    network: NetworkSpec
 
     def point(self, name: str) -> ScalingPoint:
         """Simulate one strategy, with stragglers of 2 %."""
@@ -104,15 +104,15 @@ class Claim:
 
 
 # One Pascal GPU at batch 64 in float32: TensorFlow's benchmarks, DGX-1, May 2017; RDMA, and NCCL had rings only.
-_ROCE = Network(25, 10, trees=False)
+_ROCE = NetworkSpec(25, 10, trees=False)
 _RESNET50_512 = Setup("resnet50", "p100", "fp32", 64, 219, 128, 4, _ROCE)
 _VGG16_512 = Setup("vgg16", "p100", "fp32", 64, 154, 128, 4, _ROCE)
 _PASCAL = "P100 (says: Pascal), PCIe 3, NCCL's rings"
-_BERT_256 = Setup("bert-large", "v100", "fp16", 64, 100, 32, 8, Network(100, 120))
+_BERT_256 = Setup("bert-large", "v100", "fp16", 64, 100, 32, 8, NetworkSpec(100, 120))
 _RATE = "sequences of 128, 100 a second on one GPU, float32 gradients"
-_BERT_A100 = Setup("bert-large", "a100", "fp16", 256, 580, 32, 8, Network(200, 200, nics=8))
-_MODELARTS = Setup("resnet50", "v100", "fp16", 128, 1200, 512, 8, Network(100, 120))
-_TCP = Network(25, 120, inter_latency_us=30, socket_gbps=10, connections=1)
+_BERT_A100 = Setup("bert-large", "a100", "fp16", 256, 580, 32, 8, NetworkSpec(200, 200, nics=8))
+_MODELARTS = Setup("resnet50", "v100", "fp16", 128, 1200, 512, 8, NetworkSpec(100, 120))
+_TCP = NetworkSpec(25, 120, inter_latency_us=30, socket_gbps=10, connections=1)
 _CLOUD = "V100, NVLink 2, mixed precision, one TCP connection of 10 Gb/s for each ring, batch, rate of one GPU"
 _BF16 = "as with Swin; strategies: hierarchical, 16 bits"
 _LESS = "their stock DDP must have been faster than one connection of 10 Gb/s, or its batch larger"

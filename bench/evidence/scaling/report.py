@@ -13,7 +13,7 @@ from pathlib import Path
 from bench.document import table
 from bench.environment import Header
 from bench.output import read_lines, write_results, written_by
-from commopt.command_line import Parser, content_of
+from commopt.command_line import CommandParser, content_of
 
 KIND = "scaling"
 
@@ -44,18 +44,11 @@ class Point:
     """The same in the same world without communication."""
     inter_mib_per_step: float
     """Sent by all nodes, counted at their network interfaces, headers included."""
-    predicted_ms: float | None = None
-    """step_ms as simulated from noop_ms and probed links; None where nobody asked, or where there is no model."""
 
     @property
     def ranks(self) -> int:
         """Number of ranks P."""
         return self.nodes * self.ranks_per_node
-
-    @property
-    def communication_efficiency(self) -> float:
-        """Share of the step that would be left without communication."""
-        return self.noop_ms / self.step_ms
 
 
 def write(path: Path, environment: Environment, points: Sequence[Point]) -> None:
@@ -67,12 +60,11 @@ def read(path: Path) -> tuple[Environment, list[Point]]:
     """Read what `write` wrote; raises ValueError when `path` holds something else."""
     with written_by("bench.evidence.scaling --json", path):
         header, rows = read_lines(path, "point")
-        points = [Point(**{name: row[name] for name in Point.__dataclass_fields__ if name in row}) for row in rows]
-        return Environment(**header), points
+        return Environment(**header), [Point(**row) for row in rows]
 
 
 def markdown(points: Sequence[Point], mode: str) -> str:
-    """Return a table of one mode: a row for each world, a column for each strategy's step and what was predicted."""
+    """Return a table of one mode: a row for each world, a column for each strategy's step."""
     own = [point for point in points if point.mode == mode]
     strategies = dict.fromkeys(point.strategy for point in own)
     worlds: dict[tuple[int, int, int], dict[str, Point]] = {}
@@ -82,20 +74,16 @@ def markdown(points: Sequence[Point], mode: str) -> str:
         [
             f"{nodes} x {ranks}, {batch}",
             f"{next(iter(found.values())).noop_ms:.0f}",
-            *(_step(found[s]) for s in strategies),
+            *(f"{found[s].step_ms:.0f}" for s in strategies),
         ]
         for (nodes, ranks, batch), found in worlds.items()
     ]
     return table(["nodes x ranks, samples on each", "computing alone", *(f"`{name}`" for name in strategies)], rows)
 
 
-def _step(point: Point) -> str:
-    return f"{point.step_ms:.0f}" + ("" if point.predicted_ms is None else f" ({point.predicted_ms:.0f})")
-
-
 def main() -> None:
     """Print."""
-    parser = Parser(prog="python -m bench.evidence.scaling.report", description="A table of a scaling file.")
+    parser = CommandParser(prog="python -m bench.evidence.scaling.report", description="A table of a scaling file.")
     parser.add_argument("file", type=content_of(read), help="what bench.evidence.scaling --json wrote")
     parser.add_argument("mode", choices=["weak", "strong"])
     options = parser.parse_args()

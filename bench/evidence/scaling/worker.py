@@ -21,7 +21,7 @@ from bench.environment import slowest_rank_ms
 from bench.models import add_options
 from bench.training.measure import FIRST_STEPS, Run, counting, mib_per_step
 from bench.training.strategies import add_plan, add_strategies, require_known
-from commopt.command_line import Parser, output_file, whole
+from commopt.command_line import CommandParser, output_file, whole
 from examples.train_gpt import start_process_group
 
 WEAK, STRONG = "weak", "strong"
@@ -50,7 +50,7 @@ def parse_modes(text: str) -> list[str]:
 
 def parser() -> argparse.ArgumentParser:
     """Return what the launcher and its workers have in common."""
-    options = Parser(
+    options = CommandParser(
         prog="python -m bench.evidence.scaling", description=(bench.evidence.scaling.__doc__ or "").splitlines()[0]
     )
     add = options.add_argument

@@ -24,7 +24,7 @@ from bench.evidence.models import MODELS, subject
 from bench.evidence.tuning import report
 from bench.evidence.tuning.comparison import compare
 from commopt import ConfigurationError
-from commopt.command_line import Parser, number, output_file, whole
+from commopt.command_line import CommandParser, number, output_file, whole
 from commopt.groups import join
 from examples.train_gpt import progress_bar, start_process_group
 
@@ -63,7 +63,7 @@ def candidates(allow: Sequence[str], *, two_levels: bool) -> list[str]:
 
 def parse_options() -> argparse.Namespace:
     """Read the command line; a wrong one ends here, before anything is started."""
-    parser = Parser(prog="python -m bench.evidence.tuning", description=(__doc__ or "").splitlines()[0])
+    parser = CommandParser(prog="python -m bench.evidence.tuning", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="gpt", metavar="NAME[:OPTION=VALUE]", help=f"of {', '.join(MODELS)}")
     parser.add_argument(
         "--allow",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 
-from bench.evidence.matrix import EmulatedCluster, Entry, Matrix
+from bench.evidence.matrix import ClusterShape, Entry, Matrix
 from bench.evidence.tuning import report
 
 _GPT = "gpt:layers=4:width=128"  # 0.9 million parameters
@@ -22,7 +22,7 @@ _EXACT, _FEW_BITS, _LOW_RANK = ("lossless",), ("lossless", "quantized"), ("lossl
 
 def _comparison(nodes: int, ranks_per_node: int, rate: str, model: str, allow: tuple[str, ...]) -> Entry:
     command = ("bench.evidence.tuning", "--model", model, "--allow", ",".join(allow))
-    return Entry(EmulatedCluster(nodes, ranks_per_node, rate), command, (("model", model), ("allow", list(allow))))
+    return Entry(ClusterShape(nodes, ranks_per_node, rate), command, (("model", model), ("allow", list(allow))))
 
 
 COMPARISONS = (

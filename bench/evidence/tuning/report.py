@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bench.document import table
 from bench.evidence.matrix import World, append_run, read_runs
-from commopt.command_line import Parser, content_of
+from commopt.command_line import CommandParser, content_of
 
 _KIND = "tuning"
 
@@ -97,7 +97,7 @@ def markdown(runs: Sequence[Run]) -> str:
 
 def main() -> None:
     """Print."""
-    parser = Parser(prog="python -m bench.evidence.tuning.report", description="A table of tunings.")
+    parser = CommandParser(prog="python -m bench.evidence.tuning.report", description="A table of tunings.")
     parser.add_argument(
         "files", type=content_of(lambda path: read([path])), nargs="+", help="what bench.evidence.tuning --json wrote"
     )

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Elements of PowerSGD's matrices that were exactly zero on all ranks so far stay exactly zero.
+
+A product of factors is zero in whole rows and columns only, and factors keep those zero by themselves. Single elements
+are masked, as in zeros; they have no sign bit, so ranks exchange them anew once some are touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from commopt.aggregate.matrices import MatrixPlan
+from commopt.aggregate.sums import Sums
+from commopt.feedback import BufferContext
+from commopt.groups import WireBytes
+
+_MOST_PATIENCE = 64  # steps from one exchange of the touched elements to the next
+
+
+@dataclass(eq=False)
+class _MatrixMask:
+    """The masked elements of the stacked matrices, and when ranks may exchange them again.
+
+    masked: bool [numel].
+    empty: whether there are none.
+    patience: the steps to wait after the next exchange.
+    next_step: the first one of the next exchange.
+    """
+
+    masked: Tensor
+    empty: bool
+    patience: int = 1
+    next_step: int = 0
+
+
+class MaskedMatrices:
+    """The masked elements of a buffer's matrices in one step.
+
+    The number of newly touched elements travels beside the first message; when it arrives, or in a later step, ranks
+    exchange which they are.
+
+    matrices: all of them, stacked, with their residuals.
+    """
+
+    def __init__(self, mask: _MatrixMask, plan: MatrixPlan, matrices: Tensor) -> None:
+        self._mask = mask
+        self._plan = plan
+        self._matrices = matrices
+        self.masked = mask.masked
+
+    @classmethod
+    def of(
+        cls, plan: MatrixPlan, matrices: Callable[[], Tensor], sums: Sums, context: BufferContext
+    ) -> MaskedMatrices | None:
+        """Return the masked elements; None for none, and without a store. Collective the first time."""
+        store = context.store
+        if store is None or not plan.groups:
+            return None
+        mask = store.untouched.get((context.path, plan.stacked))
+        if mask is not None:
+            return None if mask.empty else cls(mask, plan, matrices())
+        stacked = matrices()
+        masked = _masked_elements(plan, stacked, sums, context)
+        mask = _MatrixMask(masked, not bool(masked.any()))
+        store.untouched[context.path, plan.stacked] = mask
+        return None if mask.empty else cls(mask, plan, stacked)
+
+    def touched(self) -> Tensor:
+        """Return how many are touched here for the first time, for the first message: float32 [1]."""
+        return (self.masked & (self._matrices != 0)).sum(dtype=torch.float32).view(1)
+
+    def arrived(self, touched: Tensor, sums: Sums, context: BufferContext) -> None:
+        """Exchange the touched elements if there are any, on any rank; not in every step. Collective, alike on all."""
+        mask = self._mask
+        if context.step < mask.next_step:
+            return
+        if touched.is_cuda and (context.step % 8 or torch.cuda.is_current_stream_capturing()):
+            return  # the host waits for the answer
+        if float(touched):
+            self.masked = self.masked & _masked_elements(self._plan, self._matrices, sums, context)
+            mask.masked = self.masked
+            mask.empty = not bool(self.masked.any())
+            mask.next_step = context.step + mask.patience
+            mask.patience = min(2 * mask.patience, _MOST_PATIENCE)
+
+    def put_into(self, residual: Tensor) -> None:
+        """Put this rank's values of the masked elements into `residual`, of the stacked matrices."""
+        torch.where(self.masked, self._matrices, residual, out=residual)
+
+
+def _masked_elements(plan: MatrixPlan, matrices: Tensor, sums: Sums, context: BufferContext) -> Tensor:
+    """Return which elements are zero on all ranks in rows and columns that are not. Collective."""
+    touched = (matrices != 0).float()
+    if context.store is not None:
+        context.store.beside += sums.wire_bytes(0, touched.nbytes)
+    sums.add_up(touched, 0, context.scratch)
+    masked = touched == 0
+    for group in plan.groups:
+        stack = group.stack(masked)
+        stack &= ~stack.all(1, keepdim=True) & ~stack.all(2, keepdim=True)
+    return masked
+
+
+def count_beside(factors: int, others: int, sums: Sums, context: BufferContext) -> None:
+    """Count the bytes of the number beside a first message of so many elements of factors, and of others."""
+    if context.store is not None:
+        with_it, without = (sums.wire_bytes(factors, 4 * (others + more)) for more in (1, 0))
+        context.store.beside += WireBytes(with_it.intra - without.intra, with_it.inter - without.inter)

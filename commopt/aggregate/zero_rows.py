@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Elements that were exactly zero on all ranks so far stay so, where each rank keeps a shard of the sum.
+
+As in zeros, but no rank learns the sum of others: so a rank and the owner of a shard keep masks of that rank's own
+elements, which it has not touched yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from commopt.aggregate.rows import RowRegions
+from commopt.aggregate.zeros import SignBitFlags, ZeroMask, packed_bits, put_masked, unpacked_bits, values_to_send
+from commopt.compress import ErrorFeedback
+from commopt.feedback import BufferContext, ResidualStore
+from commopt.groups import Team
+from commopt.kernels.codec import Codec
+
+
+@dataclass(eq=False)
+class _RowMasks:
+    """The masks of the regions of several rows.
+
+    sent: among the values of this rank.
+    received: of each rank, in this rank's own shard.
+    """
+
+    sent: ZeroMask
+    received: list[ZeroMask]
+
+
+class MaskedRows:
+    """The masked elements of the regions of several rows in one step."""
+
+    def __init__(self, codec: Codec, regions: RowRegions, masks: _RowMasks, values: Tensor) -> None:
+        self._flags = SignBitFlags(codec)
+        self._regions = regions
+        self._masks = masks
+        self._values = values
+
+    @classmethod
+    def of(
+        cls, regions: RowRegions, values: Tensor, residual: ErrorFeedback | None, team: Team, context: BufferContext
+    ) -> MaskedRows | None:
+        """Return the masked elements; None for none, and without a store. Collective over `team` the first time.
+
+        values: [rows, n], a shard for each row.
+        """
+        codec, store = regions.compressor.codec_without_zero, context.store
+        if codec is None or store is None:
+            return None
+        masks = store.untouched.get((context.path, regions.layout))
+        if masks is not None and masks.sent.empty and all(each.empty for each in masks.received):
+            return None
+        joined = torch.cat([values[row][begin:end] for row, region, _ in regions.by_row for begin, end in region.spans])
+        if masks is None:
+            touched = values_to_send(joined, 1.0, residual) != 0
+            masks = _RowMasks(
+                ZeroMask(~touched), [ZeroMask(~each) for each in _exchanged(regions, touched, team, store)]
+            )
+            store.untouched[context.path, regions.layout] = masks
+        return cls(codec, regions, masks, values_to_send(joined, 1.0, residual, masks.sent.indices))
+
+    def encoded(self, payload: Tensor, chunk_numel: int, place: slice, residual: ErrorFeedback | None) -> None:
+        """Flag the masked elements of a region that are touched here; their values stay in its residual.
+
+        place: the elements of the residual that belong to the region.
+        """
+        mask = self._masks.sent
+        here = mask.within(place.start, place.stop)
+        indices, active, values = mask.indices[here] - place.start, mask.active[here], self._values[here]
+        self._flags.write(payload, chunk_numel, indices, active, values != 0)
+        if residual is not None:
+            put_masked(residual.new, indices, active, values)
+        active &= values == 0  # from the next step on
+
+    def accumulate(self, payloads: Tensor, total: Tensor) -> None:
+        """Set `total` (float32 [chunk_numel]) to the sum of the decoded rows, less the masked elements of each."""
+        row, chunk_numel = torch.empty_like(total), total.numel()
+        total.zero_()
+        for number, mask in enumerate(self._masks.received):
+            payload, indices = payloads[number : number + 1], mask.indices
+            self._regions.compressor.decompress(payload, row, chunk_numel)
+            row[indices] = row[indices].masked_fill(mask.active, 0.0)
+            total.add_(row)
+            mask.active &= ~self._flags.read(payload, chunk_numel, indices)
+            mask.shrink()
+
+    def shrink(self) -> None:
+        """Leave out elements that are masked no more among those that this rank sends."""
+        self._masks.sent.shrink()
+
+
+def _exchanged(regions: RowRegions, touched: Tensor, team: Team, store: ResidualStore) -> Tensor:
+    """Return the elements that each rank has touched of this rank's shard: bool [ranks, elements]. Collective."""
+    nbytes = max(-(-region.numel // 8) for _, region, _ in regions.by_row)
+    sent = torch.zeros(team.size, nbytes, dtype=torch.uint8, device=touched.device)
+    for row, _, place in regions.by_row:
+        sent[row] = packed_bits(touched[place], nbytes)
+    received = torch.empty_like(sent)
+    store.beside += team.wire.all_to_all(sent.nbytes)
+    team.all_to_all(received.view(-1), sent.view(-1))
+    own = next((region.numel for row, region, _ in regions.by_row if row == team.rank), 0)
+    return unpacked_bits(received).view(team.size, -1)[:, :own]

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The transaction of a step: next residuals and factors are written aside, and all of them are committed, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from threading import RLock
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from commopt.feedback.residual import Residual, round_stochastically
+
+
+class Scratch:
+    """Uninitialized memory by tag that lives from bucket to bucket; its contents last until the tag is taken again."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, torch.device], Tensor] = {}
+
+    def take(self, tag: str, shape: int | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a contiguous tensor in the memory of `tag`, which grows to the largest ever asked for."""
+        shape = (shape,) if isinstance(shape, int) else shape
+        nbytes = prod(shape) * dtype.itemsize
+        buffer = self._buffers.get((tag, device))
+        if buffer is None or buffer.numel() < nbytes:
+            buffer = self._buffers[tag, device] = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return buffer[:nbytes].view(dtype).view(shape)
+
+
+@dataclass(eq=False)
+class Transaction:
+    """Stages the next values of residuals and factors; `end_bucket` commits them, or drops all of them.
+
+    They are dropped when a result is not finite on any rank. No message is sent to find out: a non-finite value
+    reaches every rank, so every rank finds the same.
+
+    remove: called for a residual that was flushed, when that is committed.
+    lock: held while a commit changes values.
+    per_step: commit all buckets of a step or none, as a GradScaler drops whole steps; else each bucket by itself.
+    steps: complete steps so far.
+    dropped: number of commits that a non-finite value prevented.
+    finite: whether all commits of the step were made, bool, 0-d; None where nothing was to be committed.
+    flags: whether the results of the step are finite, bool, 0-d each.
+    """
+
+    remove: Callable[[Residual], None]
+    scratch: Scratch
+    lock: RLock
+    per_step: bool = False
+    steps: int = 0
+    dropped: Tensor | int = 0
+    finite: Tensor | None = None
+    flags: list[Tensor] = field(default_factory=list)
+    _staged: dict[Residual, tuple[Tensor, int]] = field(default_factory=dict)  # each with the rank that rounds it
+    _staged_factors: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    _checked: int = 0  # flags of the buffers before the one under way
+    _unchecked: list[Tensor] = field(default_factory=list)  # results without a flag
+
+    def begin_step(self) -> None:
+        """Drop the values still staged by a backward that raised."""
+        self._staged.clear()
+        self._staged_factors.clear()
+        self.flags.clear()
+        self._unchecked = []
+        self._checked = 0
+
+    def stage(self, residual: Residual, rank: int = 0) -> tuple[Tensor, Tensor]:
+        """Return the residual's values, and where to write the next, which count once committed; both float32.
+
+        A step that sends a buffer twice, and commits at its end, gets the values staged the first time.
+        rank: this one's, global, so that ranks round by random bits of their own: equal errors would add up where
+        others cancel.
+        """
+        before = self._staged.get(residual)
+        old = residual.values.float() if before is None else before[0]
+        if self.per_step:
+            if residual.spare is None or before is not None:
+                residual.spare = torch.empty(residual.layout.numel, dtype=torch.float32, device=residual.values.device)
+            staged = residual.spare
+        else:
+            tag = f"{len(self._staged)} staged"
+            staged = self.scratch.take(tag, residual.layout.numel, torch.float32, residual.values.device)
+        self._staged[residual] = (staged, rank)
+        return old, staged
+
+    def stage_factors(self, factors: Tensor) -> Tensor:
+        """Return where to write the next values of `factors`, which are small and count once they are committed."""
+        tag = f"{len(self._staged_factors)} staged factors"
+        staged = self.scratch.take(tag, tuple(factors.shape), factors.dtype, factors.device)
+        self._staged_factors.append((factors, staged))
+        return staged
+
+    def stays_until_commit(self, residual: Residual) -> bool:
+        """Return whether values of this residual are staged that only the end of the step commits."""
+        return self.per_step and residual in self._staged
+
+    def check_results(self) -> list[Tensor]:
+        """Return the flags of all results so far; results without one are looked at now, before they may change."""
+        self.flags.extend(values.isfinite().all() for values in self._unchecked)
+        self._unchecked = []
+        self._checked = len(self.flags)
+        return self.flags
+
+    def end_bucket(self, result: Sequence[Tensor] = (), *, last: bool) -> None:
+        """Commit the staged values if all results are finite: now, or with a GradScaler at the last bucket of the step.
+
+        result: where the buffer's values are, to be looked at if it has no flag and anything is staged.
+        """
+        if len(self.flags) == self._checked:
+            self._unchecked.extend(result)
+        self._checked = len(self.flags)
+        if last or not self.per_step:
+            if self._staged or self._staged_factors:
+                with self.lock:
+                    self._commit()
+            self.begin_step()
+        if last:
+            self.steps += 1
+
+    def _commit(self) -> None:
+        finite = torch.stack(self.check_results()).all()
+        self.finite = finite if self.finite is None else self.finite & finite
+        # No host sync on a GPU, except for residuals that are flushed: in a few steps after a change.
+        known = finite.device.type == "cpu" or any(residual.flushing for residual in self._staged)
+        committed = {} if known and not finite else self._staged
+        for number, (residual, (staged, rank)) in enumerate(committed.items()):
+            if known and residual.flushing:
+                self.remove(residual)
+            elif known and residual.spare is staged and residual.values.dtype == torch.float32:
+                residual.values, residual.spare = staged, residual.values
+            else:
+                if residual.values.dtype != torch.float32:
+                    seed = crc32(f"{residual.path} {residual.kind} {number} of {rank} {self.steps}".encode())
+                    staged = round_stochastically(staged, seed)
+                if known:
+                    residual.values.copy_(staged)
+                else:
+                    torch.where(finite, staged, residual.values, out=residual.values)
+        for factors, staged in self._staged_factors:
+            torch.where(finite, staged, factors, out=factors)
+        if isinstance(self.dropped, int):
+            self.dropped = self.dropped + (~finite).long()
+        else:
+            self.dropped += ~finite  # in its own memory: a CUDA graph counts on there
