@@ -266,7 +266,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "auto compares nothing with exact averages",
         "commopt/hooks/buckets.py",
-        "self.shadow = Shadow() if self.controller.watches else None",
+        "self.shadow = ExactSample() if self.controller.watches else None",
         "self.shadow = None",
         FALLS_BEHIND,
         ("test_guard",),

@@ -25,7 +25,7 @@ from commopt.feedback.quality import MAX_SAMPLE_NUMEL, MOST_STEPS_BEHIND, sample
 from commopt.feedback.residual import Residual
 from commopt.groups import Team, WireBytes
 from commopt.lanes import Pending
-from commopt.schedule import Plan, Tried, Tuned
+from commopt.schedule import Outcome, Plan, Tuned
 from tests.catalogue import run_on
 from tests.feedback_training import NUMELS, Training
 from tests.hook_training import Tower, batch_of, loss_of, seeded
@@ -126,7 +126,7 @@ def keep_books(rank: int, world_size: int, aggregator: Aggregator, scaled: bool 
 
         for _ in range(2):  # until DDP has made its buckets anew
             training.step()
-        training.comm._registration.shadow = Shadow(every=1, first_step=2)
+        training.comm._registration.shadow = ExactSample(every=1, first_step=2)
         square_owed = square_dense = 0.0
         sums, behind = books()
         lost_before = behind
@@ -177,7 +177,7 @@ def listen_to(rank: int, world_size: int, aggregator: Aggregator, watched: bool)
         if team.level == "world" and primitive == "all_reduce":
             heard.append((training.steps, nbytes))
 
-    training.comm._registration.shadow = Shadow() if watched else None
+    training.comm._registration.shadow = ExactSample() if watched else None
     with overheard(listen):
         for _ in range(STEPS):
             training.step()
@@ -205,8 +205,8 @@ def count_bytes(rank: int, world_size: int) -> tuple[WireBytes, WireBytes, int]:
     strategies[2] = Compressed(DGC(0.25), feedback=None)
     training = Training(rank, world_size, strategies[0])
     registration = training.comm._registration
-    world, registration.shadow = registration.client.team, Shadow()
-    heard, samples, exact = WireBytes(), 0, Shadow.exact
+    world, registration.shadow = registration.client.team, ExactSample()
+    heard, samples, exact = WireBytes(), 0, ExactSample.exact
 
     def listen(team: Team, primitive: str, nbytes: int, roots: list[int]) -> None:
         nonlocal heard
@@ -252,7 +252,7 @@ def learn(rank: int, world_size: int, strategy: str, optimizer: str) -> float:
     training = GPT.start(optimizer, 0, torch.device("cpu"), Entry(strategy))
     state = commopt.attach(training.model, strategy)
     registration: Any = state._registration
-    registration.shadow = Shadow()
+    registration.shadow = ExactSample()
     for _ in range(49):
         training.step()
     found: float = state.stats()["steps_behind"]

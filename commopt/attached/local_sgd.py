@@ -20,7 +20,7 @@ from commopt.attached.reduction import Reduction, SentBytes, Step
 from commopt.errors import ConfigurationError
 from commopt.feedback import Layout, Piece, ResidualStore
 from commopt.feedback.checkpoint import field, refuse, required
-from commopt.feedback.parcels import Named, Parcel, fragments_of, parcels_of
+from commopt.feedback.parameter_buckets import Named, ParameterBucket, fragments_of, parameter_buckets
 from commopt.lanes import Agreement, LaneClient, Pending
 from commopt.schedule import reducer
 

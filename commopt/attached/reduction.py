@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from commopt.aggregate import Aggregator, Call, Flat, committed_steps, context_for, exchange_norm
-from commopt.aggregate.base import Step as Action
+from commopt.aggregate.base import Action
 from commopt.feedback import (
     BufferContext,
+    ExactSample,
     Layout,
     ParameterSteps,
     ResidualStore,
-    Shadow,
     Spans,
     is_average,
     sample_numel,
@@ -87,7 +87,7 @@ class Reduction:
     source: Tensor | None = None
     scatter: Callable[..., None] | None = None
     turn: AbstractContextManager[None] | None = None
-    shadow: Shadow | None = None
+    shadow: ExactSample | None = None
     recorded: AbstractContextManager[None] | None = None
 
     def __str__(self) -> str:
@@ -143,8 +143,8 @@ class Reduction:
                 context = BufferContext.unremembered(flat.numel())
             else:
                 if self.number == 0:
-                    store.begin_step()
-                    store.finite = None
+                    store.transaction.begin_step()
+                    store.transaction.finite = None
                 number, rank = self.step.number, team.ranks[team.rank]
                 context = context_for(self.aggregator, self.layout, team, store, number, self.number, rank, loss_scale)
             if self.aggregator.adam is not None:
@@ -155,7 +155,7 @@ class Reduction:
                 self.scatter(flat, self.source, scale=scale, context=context)
                 results = []  # it reports on its own
             else:
-                scale = context.add_leftover(flat, scale)
+                scale = context.flush_into(flat, scale)
                 exact = None if self.shadow is None else self._exact(self.shadow, flat, scale, loss_scale)
                 self.aggregator.all_reduce(flat, team, scale, context)
                 if self.shadow is not None and exact is not None:
@@ -163,7 +163,7 @@ class Reduction:
                 if self.exchanges_norm and store is not None:
                     exchange_norm(store, team, flat.device)
             if store is not None:
-                store.end_bucket(results, last=self.last)
+                store.transaction.end_bucket(results, last=self.last)
             if self.spans:
                 self._put_back(flat)
             if self.base is not None:
@@ -200,7 +200,7 @@ class Reduction:
         store, layout = self.step.store, self.layout
         assert store is not None
         steps = store.counts.take(layout, flat.device, lambda: committed_steps(store))
-        staged = store.stage_factors(steps.before)
+        staged = store.transaction.stage_factors(steps.before)
         if not self.exchanges_usage:
             torch.add(steps.before, 1, out=staged)
             return steps
@@ -211,7 +211,7 @@ class Reduction:
         torch.add(steps.before, (used > 0).double(), out=staged)
         return replace(steps, used=used > 0)
 
-    def _exact(self, shadow: Shadow, flat: Tensor, scale: float, loss_scale: Tensor | None) -> Tensor:
+    def _exact(self, shadow: ExactSample, flat: Tensor, scale: float, loss_scale: Tensor | None) -> Tensor:
         kept, store = None, self.step.store
         if store is not None and self.aggregator.residual_paths:
             kept = sampled(store, self.layout, flat.device)
@@ -221,7 +221,7 @@ class Reduction:
 
 
 def sampled(store: ResidualStore, layout: Layout, device: torch.device) -> Tensor:
-    """Return the residuals of the elements that a Shadow samples, over all levels; float32, unscaled."""
+    """Return the residuals of the elements of an ExactSample, over all levels; float32, unscaled."""
     stride = sample_stride(layout.numel)
     total = torch.zeros(sample_numel(layout.numel), dtype=torch.float32, device=device)
     for slot in store.residuals():

@@ -31,7 +31,7 @@ from commopt.attached.options import AttachOptions
 from commopt.attached.reduction import Reduction, Step
 from commopt.attached.registration import Registration
 from commopt.errors import CommoptError, ConfigurationError
-from commopt.feedback import Layout, ResidualStore, Shadow
+from commopt.feedback import ExactSample, Layout, ResidualStore
 from commopt.schedule import Controller, Layouts, Plan, Tuned
 from commopt.schedule.reducer import is_capturing
 
@@ -52,7 +52,7 @@ class DDPRegistration(Registration):
         super().__init__(options, aggregator, self.layouts.parameters, self.layouts.numels)
         self.controller = Controller(self.recorder, self.layouts)
         self.decided_by: str | None = None
-        self.shadow: Shadow | None = None
+        self.shadow: ExactSample | None = None
         if isinstance(aggregator, LocalSGD):
             parameters, found = dict(self.parameters), ref(self)
             self.averages = ParameterAverages(
@@ -75,7 +75,7 @@ class DDPRegistration(Registration):
             if auto.optimizer is None:
                 when_first_stepped(self, _note_optimizer)
         self.controller.begin(client.team, aggregator, self.options.buckets)
-        self.shadow = Shadow() if self.controller.watches else None
+        self.shadow = ExactSample() if self.controller.watches else None
         self._sampled_plan = self.controller.changes
         if self.averages is not None:
             self.averages.client = client
@@ -182,7 +182,7 @@ class DDPRegistration(Registration):
             self.shadow = None  # a CUDA graph would sample in every step, or in none
         if self.shadow is not None and self.controller.changes != self._sampled_plan:
             self._sampled_plan = self.controller.changes
-            self.shadow = Shadow(first_step=steps)  # a new plan is judged by its own samples
+            self.shadow = ExactSample(first_step=steps)  # a new plan is judged by its own samples
 
     def _require_optimizer_step(self) -> None:
         """Check that an optimizer has stepped by the last averages; DDP averages accumulated gradients.
@@ -267,9 +267,9 @@ class DDPRegistration(Registration):
         assert self.device is not None  # of the first bucket
         usual_us = median(self._lately_ns) / 1000 if self.recorder.enabled and self._lately_ns else 0.0
         step = self.step
-        meeting = self.controller.end_step(self.steps, self.device, step.buffers, step.gradients, usual_us, self.shadow)
-        if meeting is not None:
-            self.controller.pending = self.client.run(meeting.hold, meeting.what)
+        point = self.controller.end_step(self.steps, self.device, step.buffers, step.gradients, usual_us, self.shadow)
+        if point is not None:
+            self.controller.synchronise(self.client.run(point.decide, point.title))
         step.gradients.clear()
         self.steps += 1
         self.reduced_steps += 1

@@ -161,9 +161,9 @@ class ForwardPreHook:
 
 
 def _connect(ddp: TorchDDP, state: HookState) -> None:
-    """Let the state know its model, and its forwards."""
+    """Connect a state to its model, and to the forwards of that."""
     state._registration.set_model(ddp)
-    ddp.register_forward_pre_hook(BeforeForward(state))
+    ddp.register_forward_pre_hook(ForwardPreHook(state))
 
 
 # What wrappers call the model they hold: torch.compile, and Lightning's Fabric.

@@ -83,7 +83,11 @@ class Controller:
     def __init__(self, recorder: Recorder, layouts: Layouts) -> None:
         self.phase = Phase.IDLE
         self.aggregator: Aggregator = Flat()
-        self.pending: Pending | None = None
+        self.plan: Plan | None = None
+        self.changes = 0
+        self.decisions: list[Decision] = []
+        self.tuned: Tuned | None = None
+        self.optimizer = ""
         self._layouts = layouts
         self._team: Team | None = None
         self._config = BucketConfig()
@@ -91,12 +95,11 @@ class Controller:
         self._strategies: Mapping[str, Aggregator] = {}
         self._coordinator: Coordinator | None = None  # where plans are made
         self._point: SyncPoint | None = None  # the last one
-        self._pending: Work | None = None  # its decision, on the lane
+        self._pending: Pending | None = None  # its decision, on the lane
         self._recorder = StepRecorder(recorder, layouts.parameters, self._first_window(0))
         self._buckets: list[Layout] = []  # DDP's, in the last whole step
-        self._settled = False
-        self._looked = False  # whether the last meeting was only to look at what the shadow knows
-        self._of_ddp = reducer.Buckets(layouts.parameters)
+        self._settled = False  # whether the last two steps had the same buckets
+        self._of_ddp = reducer.ReducerBuckets(layouts.parameters)
 
     # ------------------------------------------------------------------------------------- setting up
 
@@ -232,12 +235,9 @@ class Controller:
             self._of_ddp.change(_names(*self._buckets))
 
     def begin_step(self, step: int) -> None:
-        """Adopt what was decided if there was no forward to do it, and record what will be measured.
-
-        Raises as `require_repeatable`.
-        """
+        """Adopt what was decided if there was no forward to do it, and record the steps of a window."""
         self.require_repeatable(step)
-        if self.pending is not None:
+        if self.phase is Phase.SYNCHRONISING:
             self._adopt()
         if self.phase in _PLANNING:
             self._recorder.begin_step(step)
@@ -253,8 +253,11 @@ class Controller:
     ) -> SyncPoint | None:
         """Return the synchronisation point that is due after `step`, None if none is.
 
+        Every rank must put `SyncPoint.decide` on the lane, and pass its pending result to `synchronise`.
+
         buckets, gradients: those of the step, in order.
-        overhead_us: what the hook costs the host for each bucket. shadow: see Meeting.
+        overhead_us: the cost of the hook on the host for each bucket.
+        shadow: see SyncPoint.
         """
         self._settled = buckets == self._buckets
         self._buckets = buckets
@@ -294,7 +297,7 @@ class Controller:
             return False
         return (step + 1 - shadow.first_step) % LOOK_EVERY_STEPS == 0
 
-    def synchronise(self, pending: Work) -> None:
+    def synchronise(self, pending: Pending) -> None:
         """Adopt the decision of the last synchronisation point before the next step. pending: it, on the lane."""
         self._pending = pending
         self.phase = Phase.SYNCHRONISING

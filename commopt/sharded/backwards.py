@@ -59,7 +59,7 @@ class MessageOrder:
         try:
             self.follow(layout)
             yield
-            store.judge()
+            store.transaction.check_results()
         except TransportError as error:
             raise TransportError(f"{error}\nIf a rank did not come here: {_ALIKE[0].lower()}{_ALIKE[1:]}") from error
 
@@ -119,7 +119,7 @@ class Backwards(Registration):
             numels |= numels_of(group.parts, group.shard_count)
         super().__init__(asked.options, asked.aggregator, self._layouts.parameters, numels)
         self.sharding = str(sorted({_sharding_of(group) for group in self.groups}))
-        self.store.per_step &= bool(asked.aggregator.residual_paths)  # else there is nothing to commit
+        self.store.transaction.per_step &= bool(asked.aggregator.residual_paths)  # else there is nothing to commit
         self._drops_with: LaneClient | None = None  # ranks that drop a step together, and must tell each other
         self._number: int | None = None  # of the next reduction of the backward under way
         self._undo: list[Callable[[], None]] = []  # what makes the model FSDP's own again
@@ -198,8 +198,8 @@ class Backwards(Registration):
             flags = [flag.reshape(1) for flag in self.store.transaction.check_results()]
             broken = (~torch.stack([fine, *flags]).all(0)).float()
             self._drops_with.team.all_reduce(broken)
-            self.store.flags.append(broken[0] == 0)
-        self.store.end_bucket((), last=True)
+            self.store.transaction.flags.append(broken[0] == 0)
+        self.store.transaction.end_bucket((), last=True)
 
     def give_up(self) -> None:
         """Forget the backward under way, as FSDP does: what it has staged is dropped when the next begins."""
@@ -209,7 +209,7 @@ class Backwards(Registration):
     def _forget(self) -> None:
         for order in self._orders:
             order.last = None
-        self.store.begin_step()
+        self.store.transaction.begin_step()
 
     @property
     def title(self) -> str:

@@ -55,7 +55,7 @@ class OneDimension(Backwards):
         order = tuple(dist.get_group_rank(shards, rank) for rank in membership.ranks)
         super()._begin(aggregator, client)
         self._order = MessageOrder(client)
-        self._drops_with = client if self.store.per_step else None
+        self._drops_with = client if self.store.transaction.per_step else None
         self._scatter = ReduceScatter(self._layouts.resolved(aggregator), team, order)
         if self.weights is not None and team.node_count > 1:
             weights = self._layouts.resolved(self.weights)
@@ -94,7 +94,7 @@ class OneDimension(Backwards):
         number, recorded = self._next(whole, source.nbytes)
         reduction = Reduction(
             output,
-            scatter.layout(parts, source.dtype, step.number),
+            scatter.layout(parts),
             step,
             scatter.aggregator,
             client.team,
