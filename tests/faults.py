@@ -200,7 +200,7 @@ FAULTS: tuple[Fault, ...] = (
     # ------------------------------------------------------------------------------------ nobody hangs
     Fault(
         "a seat of an earlier meeting counts",
-        "commopt/groups/membership.py",
+        "commopt/groups/agreement.py",
         '            if seat.get("meeting") == meeting:\n',
         '            if "meeting" in seat:\n',
         NOBODY_HANGS,
@@ -266,8 +266,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "auto compares nothing with exact averages",
         "commopt/hooks/buckets.py",
-        "self.guard = EVERY_STEPS if self.controller.watches else 0",
-        "self.guard = 0",
+        "self.shadow = ExactSample() if self.controller.watches else None",
+        "self.shadow = None",
         FALLS_BEHIND,
         ("test_guard",),
     ),
@@ -283,8 +283,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "sums of replicas are divided",
         "commopt/sharded/registration.py",
-        "scale = 1.0 if group.sums else None",
-        "scale = None",
+        "scale=1.0 if group.sums else None,",
+        "scale=None,",
         TORCHS_BITS,
         ("test_sharded_modes",),
     ),

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
 from commopt import LocalSGD
-from commopt.groups import membership
+from commopt.groups.agreement import exchange_facts
 from commopt.groups.store import limited
 from tests.hook_training import Tower, batch_of, digest_of, loss_of, seeded
 from tests.ranks import run
@@ -128,7 +128,7 @@ def test_whoever_waits_says_for_whom(late: int, caplog: pytest.LogCaptureFixture
     store, ranks, ended = limited(dist.HashStore(), "keys", 30), [4, 5, 6], list[int]()
 
     def attend(place: int) -> None:
-        membership.exchange_facts(store, ranks, place, "gathered_state_dict", {}, 30.0, patience_s=0.05)
+        exchange_facts(store, ranks, place, "gathered_state_dict", {}, 30.0, patience_s=0.05)
         ended.append(place)
 
     threads = [threading.Thread(target=attend, args=(place,)) for place in range(3)]

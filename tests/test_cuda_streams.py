@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, patch
@@ -31,7 +32,7 @@ from commopt.feedback.checkpoint import MAX_MAGNITUDE
 from commopt.groups import Membership, Team, TeamShape
 from commopt.groups.store import limited
 from commopt.hooks.buckets import DDPRegistration
-from commopt.lanes import LaneClient, lane, registry, stream
+from commopt.lanes import LaneClient, client, lane, registry, stream
 from commopt.schedule import calibration
 from tests.fake_cuda import DEVICE, Gpu
 from topology import Cluster
@@ -231,9 +232,10 @@ def standalone() -> list[str]:
         gathered = torch.zeros(400, device=DEVICE)
         source = torch.ones(100, device=DEVICE)
 
-        def gather(source: Tensor) -> lanes.Work:
-            operation = lanes.Operation(membership, "test", 0, "all_gather", 400, "cuda")
-            return on_device.submit(operation, lambda: membership.team.all_gather(gathered, source), gathered, [source])
+        def gather(source: Tensor) -> lanes.Pending:
+            run = partial(membership.team.all_gather, gathered, source)
+            task = lanes.Task(membership, "test", 0, run, "all_gather", 400, "cuda")
+            return on_device.submit(task, gathered, [source])
 
         ticket = gather(source)
         del source
@@ -265,9 +267,9 @@ def test_an_error_of_a_launch_raises_where_it_is_made_and_says_how_to_recover() 
             raise ValueError("no such kernel")
 
         on_device = lanes.lane_for(DEVICE)
-        operation = lanes.Operation(membership, "test", 0, "all_reduce", 4, "cuda")
+        task = lanes.Task(membership, "test", 0, fail, "all_reduce", 4, "cuda")
         with pytest.raises(LaneError, match=r"(?s)no such kernel.*TORCH_NCCL_ASYNC_ERROR_HANDLING=0"):
-            on_device.submit(operation, fail, values, [values])
+            on_device.submit(task, values, [values])
         with pytest.raises(LaneError, match=r"(?s)no such kernel.*TORCH_NCCL_ASYNC_ERROR_HANDLING=0"):
             lanes.require_healthy()
 
@@ -317,16 +319,16 @@ def everything() -> list[str]:
 
 
 MUTANTS = {
-    "the lane waits for no stream": (lane, "Work", "stream.wait_event(self._ready)", "pass"),
+    "the lane waits for no stream": (lane, "Pending", "stream.wait_event(self._ready)", "pass"),
     "memory is not recorded": (stream, "StreamLane", "tensor.record_stream(self._stream)", "pass"),
     "the work runs on the caller's stream": (stream, "StreamLane", "with torch.cuda.stream(self._stream):", "if True:"),
-    "works are settled on another stream": (
+    "results are finished on another stream": (
         stream,
         "StreamLane",
-        "handle.settle(error)",
-        "with torch.cuda.stream(torch.cuda.Stream()): handle.settle(error)",
+        "pending.finish(error)",
+        "with torch.cuda.stream(torch.cuda.Stream()): pending.finish(error)",
     ),
-    "an operation has ended once it is launched": (lane, "Work", "self._kernels_end.query()", "True"),
+    "an operation has ended once it is launched": (lane, "Pending", "self._kernels_end.query()", "True"),
 }
 
 
@@ -338,7 +340,7 @@ def test_a_lane_with_a_fault_is_found_out(name: str, monkeypatch: pytest.MonkeyP
     assert source.count(line) == 1, f"{of} has another text now"
     scope = dict(vars(module))
     exec(compile("from __future__ import annotations\n" + source.replace(line, instead), name, "exec"), scope)
-    for user in (module, lanes, lane, stream, registry):
+    for user in (module, lanes, client, lane, stream, registry):
         if hasattr(user, of):
             monkeypatch.setattr(user, of, scope[of])
     try:
@@ -356,9 +358,9 @@ def test_tasks_without_a_device_stay_on_the_first_lane() -> None:
         taken.append(where.type)
         return Mock()
 
-    with device(), patch.object(registry, "lane_for", lane_of):
-        client = LaneClient(setup(), "test")
-        client.submit("bucket", lambda: None, torch.zeros(1, device="meta"))
-        client.submit("buffers", lambda: None, torch.zeros(1))
-        client.run(lambda: None, "meeting")
+    with device(), patch.object(client, "lane_for", lane_of):
+        one = LaneClient(setup(), "test")
+        one.submit("bucket", lambda: None, torch.zeros(1, device="meta"))
+        one.submit("buffers", lambda: None, torch.zeros(1))
+        one.run(lambda: None, "meeting")
     assert taken == ["meta", "cpu", "meta"]

@@ -276,7 +276,7 @@ def test_rank_0_may_leave_with_the_store_once_it_has_heard_all(rank: int, monkey
             return [json.loads(json.dumps(facts))] * 2
         raise RuntimeError("Connection reset by peer")
 
-    monkeypatch.setattr("commopt.groups.membership.exchange_facts", exchange)
+    monkeypatch.setattr("commopt.groups.agreement.exchange_facts", exchange)
     if rank == 1:
         assert gather(FACTS, []) is None
     else:

@@ -24,7 +24,7 @@ from commopt.feedback import EVERY_STEPS, EXP_AVG, ExactSample, Layout, Residual
 from commopt.feedback.quality import MAX_SAMPLE_NUMEL, MOST_STEPS_BEHIND, sample_stride
 from commopt.feedback.residual import Residual
 from commopt.groups import Team, WireBytes
-from commopt.lanes import Work
+from commopt.lanes import Pending
 from commopt.schedule import Outcome, Plan, Tuned
 from tests.catalogue import run_on
 from tests.feedback_training import NUMELS, Training
@@ -126,7 +126,7 @@ def keep_books(rank: int, world_size: int, aggregator: Aggregator, scaled: bool 
 
         for _ in range(2):  # until DDP has made its buckets anew
             training.step()
-        training.comm._registration.guard = 1
+        training.comm._registration.shadow = ExactSample(every=1, first_step=2)
         square_owed = square_dense = 0.0
         sums, behind = books()
         lost_before = behind
@@ -177,7 +177,7 @@ def listen_to(rank: int, world_size: int, aggregator: Aggregator, watched: bool)
         if team.level == "world" and primitive == "all_reduce":
             heard.append((training.steps, nbytes))
 
-    training.comm._registration.guard = EVERY_STEPS * watched
+    training.comm._registration.shadow = ExactSample() if watched else None
     with overheard(listen):
         for _ in range(STEPS):
             training.step()
@@ -205,7 +205,7 @@ def count_bytes(rank: int, world_size: int) -> tuple[WireBytes, WireBytes, int]:
     strategies[2] = Compressed(DGC(0.25), feedback=None)
     training = Training(rank, world_size, strategies[0])
     registration = training.comm._registration
-    world, registration.guard = registration.client.team, EVERY_STEPS
+    world, registration.shadow = registration.client.team, ExactSample()
     heard, samples, exact = WireBytes(), 0, ExactSample.exact
 
     def listen(team: Team, primitive: str, nbytes: int, roots: list[int]) -> None:
@@ -220,7 +220,7 @@ def count_bytes(rank: int, world_size: int) -> tuple[WireBytes, WireBytes, int]:
     path, controller = registration, registration.controller
     send = path._send
 
-    def switched(layout: Layout, buffer: Tensor, index: int, *, last: bool) -> Work:
+    def switched(layout: Layout, buffer: Tensor, index: int, *, last: bool) -> Pending:
         controller.aggregator = strategies[index % 4]
         return send(layout, buffer, index, last=last)
 
@@ -252,7 +252,7 @@ def learn(rank: int, world_size: int, strategy: str, optimizer: str) -> float:
     training = GPT.start(optimizer, 0, torch.device("cpu"), Entry(strategy))
     state = commopt.attach(training.model, strategy)
     registration: Any = state._registration
-    registration.guard = EVERY_STEPS
+    registration.shadow = ExactSample()
     for _ in range(49):
         training.step()
     found: float = state.stats()["steps_behind"]

@@ -19,7 +19,7 @@ from commopt.aggregate import context_for
 from commopt.errors import ConfigurationError
 from commopt.feedback import BufferContext, Feedback, ResidualStore
 from commopt.groups import Team, TeamShape
-from commopt.lanes import Work
+from commopt.lanes import Pending
 from tests import test_feedback_conservation
 from tests.catalogue import LAYOUTS, run_on
 from tests.feedback_training import (
@@ -86,7 +86,7 @@ class Switching(Training):
         path, controller = self.comm._registration, self.comm._registration.controller
         send = path._send
 
-        def switched(layout: Layout, buffer: Tensor, index: int, *, last: bool) -> Work:
+        def switched(layout: Layout, buffer: Tensor, index: int, *, last: bool) -> Pending:
             controller.aggregator = KNOWN[choice(self.steps, layout.pieces[0].name)]
             return send(layout, buffer, index, last=last)
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
 from commopt import Compressed, ConfigurationError, Flat, Hierarchical, HookState, Layout, Quantize
-from commopt.attached.reduction import Traffic
+from commopt.attached.reduction import SentBytes
 from commopt.groups import TeamShape
 from commopt.schedule import Plan
 from tests.feedback_training import STRATEGIES, Training, same_residuals
@@ -124,15 +124,15 @@ def test_a_resumed_run_reports_its_own_traffic() -> None:
         assert sent == [commopt.WireBytes(intra=0, inter=4 * numel)] * 2
 
 
-def test_traffic_is_counted_over_any_number_of_steps() -> None:
+def test_sent_bytes_are_counted_over_any_number_of_steps() -> None:
     aggregator, team, cpu = Compressed(Quantize(4, start_step=70)), TeamShape.of((1, 1)), torch.device("cpu")
-    layout, traffic = Layout.of_parameters([("weight", 4096)]), Traffic()
-    assert traffic.wire_bytes(team) == commopt.WireBytes()
+    layout, sent = Layout.of_parameters([("weight", 4096)]), SentBytes()
+    assert sent.wire_bytes() == commopt.WireBytes()
     expected = commopt.WireBytes()
     for step in range(150):
-        traffic.count(aggregator, layout, torch.float32, cpu, step)
+        sent.count(aggregator, layout, torch.float32, cpu, step, team)
         expected += aggregator.wire_bytes(layout, torch.float32, team, cpu, step)
-    assert traffic.wire_bytes(team) == traffic.wire_bytes(team) == expected
+    assert sent.wire_bytes() == sent.wire_bytes() == expected
     assert expected.inter < 150 * 4 * 4096
 
 

@@ -39,9 +39,9 @@ OPTIONS = {"quantized": ":rounding=stochastic"}
 def test_a_future_resolves_to_the_tensor_itself() -> None:
     """DDP would copy what another one holds into the bucket, in every step."""
     bucket = torch.arange(3.0)
-    work = lanes.Work(bucket)
-    ended, future = work.ended, work.future
-    work.settle(None)
+    pending = lanes.Pending(bucket)
+    ended, future = pending.ended, pending.future
+    pending.finish(None)
     assert ended.value().data_ptr() == future.value().data_ptr() == bucket.data_ptr()
 
 
@@ -53,19 +53,17 @@ class Inline(WorkerLane):
 
     _order = threading.Lock()
 
-    def _start(
-        self, operation: lanes.Operation, task: Any, handle: lanes.Work, tensors: Sequence[Tensor]
-    ) -> lanes.Work:
+    def _start(self, task: lanes.Task, pending: lanes.Pending, tensors: Sequence[Tensor]) -> lanes.Pending:
         with self._order:
             self._own.busy = here.busy = True
             try:
-                error = self._run(operation, task, handle)
+                error = self._run(task, pending)
             finally:
                 self._own.busy = here.busy = False
-        handle.settle(error)
+        pending.finish(error)
         if error is not None:
             raise LaneError(*error.args)
-        return handle
+        return pending
 
 
 class Here(threading.local):
@@ -172,9 +170,9 @@ def meeting(rank: int, world_size: int) -> tuple[list[bytes], bytes, int]:
         found.append(len(costs["flat"]))
 
     result = torch.zeros(1)
-    operation = lanes.Operation(membership, "test", 0, "meeting", 1, "cpu")
+    task = lanes.Task(membership, "test", 0, work, "meeting", 1, "cpu")
     with lane_under(torch.float16, inline=True), modes(torch.float16):
-        lanes.lane_for(result.device).submit(operation, work, result).wait()
+        lanes.lane_for(result.device).submit(task, result).wait()
     return found[0], found[1], found[2]
 
 

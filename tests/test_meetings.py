@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import commopt
 from commopt.errors import TransportError
 from commopt.groups import build, join
-from commopt.groups.membership import exchange_facts
-from commopt.groups.store import LimitedStore, _Connection, limited
+from commopt.groups.agreement import exchange_facts
+from commopt.groups.store import LimitedStore, _StoreConnection, limited
 from tests.ranks import run
 from tests.speed import limit
 from tests.test_groups import message_of
@@ -151,7 +151,7 @@ def meet(store: LimitedStore, me: int, outcomes: dict[int, str], *arguments: Any
 
 @pytest.mark.parametrize("why", ["time is over", "interrupted"])
 def test_a_meeting_that_one_rank_left_fails_on_all(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("commopt.groups.membership._VERDICT_MARGIN_S", 1.0)
+    monkeypatch.setattr("commopt.groups.agreement._VERDICT_MARGIN_S", 1.0)
     server, outcomes = dist.HashStore(), dict[int, str]()
     store = limited(server, "keys", 30)
 
@@ -285,7 +285,7 @@ class Silent:
 
 def test_a_store_that_does_not_answer_is_waited_for_once_and_heard_again() -> None:
     silent: Any = Silent()
-    store = LimitedStore(_Connection(silent, 10), "keys/", 0.2)
+    store = LimitedStore(_StoreConnection(silent, 10), "keys/", 0.2)
     with pytest.raises(TransportError, match=r"has not answered for 0\.2 s"):
         store.check(["key"])
     started = time.monotonic()
@@ -304,7 +304,7 @@ def test_a_store_that_does_not_answer_is_waited_for_once_and_heard_again() -> No
 
 def test_who_has_more_time_waits_longer_for_a_silent_store_but_not_for_a_closed_one() -> None:
     silent: Any = Silent()
-    store = LimitedStore(connection := _Connection(silent, 10), "keys/", 20)
+    store = LimitedStore(connection := _StoreConnection(silent, 10), "keys/", 20)
     with pytest.raises(TransportError, match="has not answered"):
         store.until(time.monotonic()).check(["key"])
     threading.Timer(0.3, silent.mended.set).start()
@@ -315,7 +315,7 @@ def test_who_has_more_time_waits_longer_for_a_silent_store_but_not_for_a_closed_
 
 
 def test_a_connection_ends_with_its_last_user() -> None:
-    store: LimitedStore | None = LimitedStore(_Connection(dist.HashStore(), 10), "keys/", 10)
+    store: LimitedStore | None = LimitedStore(_StoreConnection(dist.HashStore(), 10), "keys/", 10)
     assert store is not None
     assert store.read("key") is None
     store.set("key", "value")
@@ -329,7 +329,7 @@ def test_a_connection_ends_with_its_last_user() -> None:
 
 def test_a_store_that_is_gone_is_an_error_of_commopt() -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    store = LimitedStore(_Connection(server, 10), "keys/", 10)
+    store = LimitedStore(_StoreConnection(server, 10), "keys/", 10)
     store.set("key", "value")
     del server
     with pytest.raises(TransportError, match="has probably died:"):

@@ -20,7 +20,7 @@ from commopt.lanes import LaneClient
 from commopt.sharded import Weights
 from commopt.sharded import one_dimension as module
 from commopt.sharded.all_gather import AllGather
-from commopt.sharded.backwards import Request, Sequel
+from commopt.sharded.backwards import MessageOrder, Request
 from commopt.sharded.layouts import Part
 from commopt.sharded.reduce_scatter import ReduceScatter
 from tests.fake_cuda import DEVICE
@@ -55,7 +55,7 @@ def faults(aggregator: Aggregator, weights: Weights | None = None) -> list[str]:
         model = nn.ParameterDict({name: nn.Parameter(torch.zeros(SHAPE)) for name in NAMES})
         made = module.OneDimension(Request(AttachOptions(weights=weights), aggregator, model, groups))
         made.joined = client = LaneClient(setup(), "test")
-        made._sequel, order = Sequel(client), tuple(range(WORLD))
+        made._order, order = MessageOrder(client), tuple(range(WORLD))
         made._scatter = ReduceScatter(aggregator, client.team, order)
         if weights is not None:
             made.gathers = {group: AllGather(weights, client.team, order, tuple(group.parts)) for group in groups}
@@ -106,7 +106,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "no copies": (Flat(), Weights(second_copy=False)),
 }
 MUTANTS = {
-    "nobody waits for the gradients": ("reduce", "work.wait()", "pass"),
+    "nobody waits for the gradients": ("reduce", "pending.wait()", "pass"),
     "nobody waits for the weights": ("gather", "numel=output.numel()).wait()", "numel=output.numel())"),
 }
 

@@ -17,7 +17,7 @@ from commopt import Aggregator, Compressed, Flat, PowerSGD, Quantize
 from commopt.attached.options import AttachOptions
 from commopt.lanes import LaneClient
 from commopt.sharded import registration as module
-from commopt.sharded.backwards import Request
+from commopt.sharded.backwards import MessageOrder, Request
 from commopt.sharded.layouts import Part
 from tests.fake_cuda import DEVICE
 from tests.test_cuda_streams import Setup, device, plain_torch, setup
@@ -62,7 +62,7 @@ def faults(aggregator: Aggregator, *, padded: bool = False, partial: bool = Fals
             Request(AttachOptions(scaler=scales if scaler else None), aggregator, model, [])
         )
         made.groups, client = groups, LaneClient(setup(), "test")
-        made.replicas, made._clients, made.joined = {None: module.Replicas(client)}, [client], client
+        made.replicas, made._clients, made.joined = {None: MessageOrder(client)}, [client], client
         made._drops_with, made._resolved, made.device = client if scaler else None, aggregator, DEVICE
         current, scattering, reducing = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()
         for step in range(4):
@@ -99,7 +99,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 MUTANTS = {
     "the buffer is not recorded": ("buffer.record_stream(torch.cuda.current_stream(buffer.device))", "pass"),
-    "nobody waits for the average": ("work.wait()", "pass"),
+    "nobody waits for the average": ("pending.wait()", "pass"),
 }
 
 

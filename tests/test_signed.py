@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from commopt.errors import MismatchError, TransportError
-from commopt.groups.membership import exchange_facts
+from commopt.groups.agreement import exchange_facts
 from commopt.groups.signed import own_secret, seal, unseal
 from commopt.groups.store import LimitedStore, limited
 from tests.ranks import run

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every model that commopt is attached to has, with DDP and with FSDP2.
+"""The common part of all models that commopt is attached to, of DDP and of FSDP2.
 
 registration  the memory of one hook or model, from its first buffer to its last
 comm_state    the object that users hold: figures, checkpoints, reports

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of averages between backward and the optimizer's step: one step for each, and nothing changed before."""
+"""Checks between backward and the optimizer's step: each average gets one step, and directions are not changed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from commopt.attached.checks import before_each_step, require_plain_groups
 from commopt.attached.reduction import loss_scale_of
-from commopt.attached.steps import after_steps
+from commopt.attached.steps import after_steps, update_mark
 from commopt.errors import ConfigurationError
 
 _log = logging.getLogger("commopt")
@@ -25,16 +25,15 @@ _SHRUNK = 0.99  # beyond what a rounding to bfloat16 can do to a sum
 
 
 class StepsBetweenAverages:
-    """Tells, when a model's gradients are averaged again, whether an optimizer has stepped since the last time.
+    """Checks, when a model's gradients are averaged again, whether an optimizer has stepped since the last time.
 
     Any step of a torch optimizer counts. So does an update() of the GradScaler, which may drop the step, and an average
-    that was not finite, which nobody steps by. Loops in which no optimizer was seen yet are left alone: they update
-    parameters by hand.
+    that was not finite. Loops in which no optimizer has been seen yet are left alone: they update parameters by hand.
     """
 
     def __init__(self) -> None:
         self._known = self._waiting = False
-        self._states: object = None
+        self._mark: object = None
         after_steps.show(self, StepsBetweenAverages._note_step)
 
     def _note_step(self, _: torch.optim.Optimizer) -> None:
@@ -42,27 +41,22 @@ class StepsBetweenAverages:
         self._waiting = False
 
     def expect(self) -> None:
-        """Learn that there is an optimizer, which has not stepped yet."""
+        """Take note of an optimizer that has not stepped yet."""
         self._known = True
 
     def averaged(self, scaler: Any) -> None:
         """Note that a backward was averaged."""
         self._waiting = True
-        self._states = _states_of(scaler)
+        self._mark = update_mark(scaler)
 
     def missed(self, scaler: Any, finite: Tensor | None) -> bool:
-        """Return whether none followed the last averaged backward; asked when the next one begins.
+        """Return whether no step has followed the last averaged backward; asked when the next one begins.
 
-        finite: whether the last averages were (bool, 0-d), None where nobody looked.
+        finite: whether the last averages were (bool, 0-d), None if that was not examined.
         """
-        if not (self._known and self._waiting) or _states_of(scaler) is not self._states:
+        if not (self._known and self._waiting) or update_mark(scaler) is not self._mark:
             return False
         return finite is None or bool(finite)
-
-
-def _states_of(scaler: Any) -> object:
-    """Return what GradScaler.update() replaces by another object; None where there is no such scaler."""
-    return getattr(scaler, "_per_optimizer_states", None)
 
 
 class Directions:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint of a registration holds, and whether it fits the model and the world it is loaded into."""
+"""Checkpoints of a registration: their contents, and whether they fit the model and the world they are loaded into."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from commopt.attached.registration import Registration
 from commopt.errors import ConfigurationError
 from commopt.feedback import Layout, ResidualStore, layout_of, pieces_of, restore, save
 from commopt.feedback.checkpoint import MAX_MAGNITUDE, field, refuse, required, whole
-from commopt.groups.membership import PATIENCE_S, require_equal
+from commopt.groups.agreement import PATIENCE_S, require_equal
 from commopt.schedule import require_same_parameters
 
 FORMAT = 1
@@ -28,7 +28,7 @@ MESSAGE_NBYTES = 32 * 2**20  # on its way to the first rank
 
 _log = logging.getLogger("commopt")
 
-_GoOn = tuple[int, list[Layout], Mapping[str, int], Any]  # what Registration.go_on takes after the store
+_ResumeArguments = tuple[int, list[Layout], Mapping[str, int], Any]  # what Registration.resume takes after the store
 
 
 def part_of(registration: Registration) -> dict[str, Any]:
@@ -80,7 +80,8 @@ def gather(
 ) -> dict[str, Any] | None:
     """Return all ranks' parts on the first rank of the group, None on the others; collective.
 
-    what: the call that every rank must make, for messages. patience_s: after which it is told who has not made it.
+    what: the call that every rank must make, for messages.
+    patience_s: after which a warning names the ranks that have not made it.
 
     One rank after the other sends its part to the first one, in messages of MESSAGE_NBYTES at most, over the backend of
     the CPU. Where there is none they go through the memory of the GPUs, which never hold more than one.
@@ -154,9 +155,9 @@ def load(read: Callable[[], object], registration: Registration) -> None:
     require_equal(membership.ranks, answers, facts)
     if membership.team.rank == 0:
         _tell_of_learning_rate(int(facts["ranks"]), membership.team.size)
-    registration.go_on(store, *loaded)
+    registration.resume(store, *loaded)
     if registration.averages is not None:
-        registration.averages.optimizer_steps.start_anew(int(facts["optimizer steps"]))
+        registration.averages.optimizer_steps.resume(int(facts["optimizer steps"]))
 
 
 def _tell_of_learning_rate(ranks_then: int, ranks_now: int) -> None:
@@ -185,7 +186,7 @@ def _require_no_problem(problems: Mapping[int, str]) -> None:
         raise ConfigurationError(first)
 
 
-def _fill(store: ResidualStore, saved: object, registration: Registration) -> tuple[_GoOn, dict[str, str]]:
+def _fill(store: ResidualStore, saved: object, registration: Registration) -> tuple[_ResumeArguments, dict[str, str]]:
     """Fill `store`; return what else a registration goes on with, and the facts in which ranks must be alike."""
     parts = _parts_of(saved)
     first, team = parts[0], registration.everyone.team

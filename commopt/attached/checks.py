@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is refused (gradients that nobody can average) and warned of (loops in which error feedback cannot work)."""
+"""Checks of models, gradients and optimizers: errors for gradients that cannot be averaged, warnings for loops."""
 
 from __future__ import annotations
 
 import gc
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -36,12 +36,9 @@ def require_supported_parameters(module: nn.Module) -> None:
             _require_dtype(parameter, f"parameter '{name}'")
 
 
-def refuse_bucket(bucket: dist.GradBucket, buffer: Tensor, module: ref[nn.Module] | None) -> None:
+def refuse_bucket(bucket: dist.GradBucket, buffer: Tensor, parameters: Mapping[str, Tensor]) -> None:
     """Raise UnsupportedTensorError for a bucket whose `buffer` is sparse or of a dtype that cannot be averaged."""
-    known = None if module is None else module()
-    names: dict[Tensor, str] = {}
-    if known is not None:
-        names = {parameter: name for name, parameter in known.named_parameters()}
+    names = {parameter: name for name, parameter in parameters.items()}
     label = ", ".join(f"'{names[p]}'" if p in names else f"of shape {tuple(p.shape)}" for p in bucket.parameters())
     if buffer.layout != torch.strided:
         raise _sparse(f"parameter {label}")
@@ -82,7 +79,7 @@ def instances_of(base: type[_T]) -> list[_T]:
 
 
 def warn_of_unknown_scaler() -> None:
-    """Warn when a GradScaler is in use somewhere that no HookState was told of."""
+    """Warn when a GradScaler is in use that no HookState was given."""
     if any(scaler._scale is not None for scaler in enabled_scalers()):
         _log.warning(
             "a GradScaler is in use and HookState(scaler=None) does not know it: residuals would stay at the old "

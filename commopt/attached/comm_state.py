@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CommState, what users hold of any registration: what was done, where the time went, and checkpoints."""
+"""`CommState`, the object that users hold of any registration: figures, reports and checkpoints."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _log = logging.getLogger("commopt")
 
 
 class CommState:
-    """What averages a model's gradients, seen from outside; made by `attach`.
+    """The figures, checkpoints and reports of one attached model; made by `attach`.
 
     HookState for DDP; ShardedState for FSDP2 with replicas and OneDimensionState for FSDP2 over all ranks. Methods that
     say "collective" must be called by every rank of the model, between two steps; a mistake of one rank is raised on
@@ -40,7 +40,7 @@ class CommState:
 
     @property
     def aggregator(self) -> Aggregator | None:
-        """What averages the gradients, None while that is left to a preset."""
+        """The aggregator of the gradients, None while that is left to a preset."""
         return self._registration.aggregator
 
     @property
@@ -70,7 +70,7 @@ class CommState:
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """What was decided about the plan so far, and why."""
+        """The decisions about the plan so far, with their reasons."""
         return ()
 
     def optimizer(self, params: Any, lr: float | Tensor, weight_decay: float = 0.01) -> torch.optim.SGD:

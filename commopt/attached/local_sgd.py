@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rounds of a LocalSGD: parameters leave before a forward, and come back before one."""
+"""`ParameterAverages`, the rounds of a LocalSGD: parameters leave before a forward, and come back before one."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from commopt.aggregate import Aggregator, LocalSGD, context_for
+from commopt.aggregate import Aggregator, LocalSGD
 from commopt.attached.optimizer_steps import OptimizerSteps
+from commopt.attached.reduction import Reduction, SentBytes, Step
 from commopt.errors import ConfigurationError
-from commopt.feedback import BufferContext, Piece, ResidualStore
+from commopt.feedback import Layout, Piece, ResidualStore
 from commopt.feedback.checkpoint import field, refuse, required
 from commopt.feedback.parameter_buckets import Named, ParameterBucket, fragments_of, parameter_buckets
-from commopt.groups import WireBytes
-from commopt.lanes import Agreement, LaneClient, Work
+from commopt.lanes import Agreement, LaneClient, Pending
 from commopt.schedule import reducer
 
 _log = logging.getLogger("commopt")
@@ -31,23 +31,24 @@ _DIGESTED_AT_ONCE = 2**24  # elements, which are made int64 for it
 
 @dataclass(eq=False)
 class _Flight:
-    """A parcel on its way. values: once `work` has ended, what to put in its place, or with `adds` to add to it.
+    """A parcel on its way.
 
-    agreement: that all ranks have come to this round; None for what a checkpoint has brought.
+    values: once `pending` has ended, put into the parcel, or with `adds` added to it.
+    agreement: that all ranks have come to this round; None for values from a checkpoint.
     """
 
     parcel: ParameterBucket
     values: Tensor
     adds: bool
     agreement: Agreement | None = None
-    work: Work | None = None
+    pending: Pending | None = None
 
     def end(self) -> Tensor:
         """Return the values, once they are there. Raises MismatchError where ranks have come to different rounds."""
         if self.agreement is not None:
             self.agreement.wait()
-        if self.work is not None:
-            self.work.wait()
+        if self.pending is not None:
+            self.pending.wait()
         return self.values
 
 
@@ -55,14 +56,20 @@ Underway = dict[int, list[_Flight]]  # by fragment
 
 
 class ParameterAverages:
-    """The parameters of one model that a LocalSGD averages, and what that has sent.
+    """The parameters of one model that a LocalSGD averages.
 
-    read: returns those whose gradients are averaged, or what this rank has of them, always under the same names.
-    parameters: those that optimizers step. scaler: returns the GradScaler, None for none. pieces: what those are that
-    are not whole. store: keeps what nodes agreed on and residuals. client: this rank among those that have the same of
-    them, None before it has joined them. before_write: called before they get other values. A forward of `module` with
-    gradients first sees to what is due; an evaluation under no_grad() does not: one rank may evaluate alone. All ranks
-    compare, before anything is sent, which round this is.
+    A forward of `module` with gradients first takes the turn that is due. An evaluation under no_grad() does not: one
+    rank may evaluate alone. All ranks compare, before anything is sent, which round this is.
+
+    read: returns the parameters whose gradients are averaged, or this rank's part of them, under constant names.
+    parameters: those that optimizers step.
+    scaler: returns the GradScaler, None for none.
+    pieces: describes the parameters that are not whole.
+    store: keeps residuals, and the parameters that nodes have agreed on.
+    client: this rank among those that have the same parts, None before it has joined them.
+    before_write: called before the parameters get other values.
+    sent: counts the payload.
+    times: how often the parameters were averaged.
     """
 
     def __init__(
@@ -76,7 +83,7 @@ class ParameterAverages:
         pieces: Mapping[str, Piece] | None = None,
         before_write: Callable[[], None] = lambda: None,
     ) -> None:
-        self.sent = WireBytes()
+        self.sent = SentBytes()
         self.times = 0
         self.client: LaneClient | None = None
         found = ref(self)  # so that it ends with its model, and the hook on that with it
@@ -95,6 +102,7 @@ class ParameterAverages:
         self._store = store
         self._anchored = not average.parameters.residual_paths
         self._underway: Underway = {}
+        self._layouts: dict[Layout, Layout] = {}
         self._turn = -1  # the steps before the last one
         self._before_write = before_write
         self._averaged_at: int | None = 0  # the steps after which all nodes have been given the same
@@ -104,7 +112,7 @@ class ParameterAverages:
         if not self._anchored:
             _require_float32_holds(average, read())
         if module is not None:  # before FSDP's own, which gathers the parameters
-            hook = module.register_forward_pre_hook(_BeforeForward(self), prepend=True)
+            hook = module.register_forward_pre_hook(_TurnBeforeForward(self), prepend=True)
             self._forget_module = finalize(self, hook.remove)
             self._forget_module.atexit = False
 
@@ -135,7 +143,7 @@ class ParameterAverages:
         model is not known, or a CUDA graph is captured that would repeat what is not due, and MismatchError, before
         anything is sent, when ranks are not all at the same round.
         """
-        self.optimizer_steps.settle()
+        self.optimizer_steps.update()
         average, steps, client = self._average, self.steps, self.client
         if self._module is None:
             raise ConfigurationError(
@@ -158,8 +166,8 @@ class ParameterAverages:
         if begins or leave:
             self._averaged_at = None
             number = average.round_after(steps)
-            what = f"round {number} of the parameters, after {steps} optimizer steps"
-            agreement = self._agree_on(client, what) if leave else client.agree(what)
+            call = f"round {number} of the parameters, after {steps} optimizer steps"
+            agreement = self._agree_on(client, call) if leave else client.agree(call)
             if begins:
                 self._drop_anchor(client, agreement)
             for fragment in leave:
@@ -169,14 +177,14 @@ class ParameterAverages:
         for fragment in land:
             self._land(fragment)
 
-    def run(self, client: LaneClient, what: str) -> None:
+    def run(self, client: LaneClient, call: str) -> None:
         """Take the exact mean now, whatever is due and without changing it; collective. Returns as `take_turn` does.
 
-        what: the call, and when it is made. Raises MismatchError when not all ranks have made it.
+        call: its name, and when it is made. Raises MismatchError when not all ranks have made it.
         """
         if client.team.node_count == 1:
             return
-        agreement = client.agree(what)
+        agreement = client.agree(call)
         agreement.wait()
         for fragment in list(self._underway):
             self._land(fragment)
@@ -192,12 +200,12 @@ class ParameterAverages:
 
     # ------------------------------------------------------------------------------------- looking at others
 
-    def _agree_on(self, client: LaneClient, what: str) -> Agreement:
+    def _agree_on(self, client: LaneClient, call: str) -> Agreement:
         """Let all ranks find out whether they are at the same round; the first time also what they hold."""
         if self._looked:
-            return client.agree(what)
+            return client.agree(call)
         self._looked = True
-        self._first_round = client.agree(what, parameters=_digest(self._read()))
+        self._first_round = client.agree(call, parameters=_digest(self._read()))
         return self._first_round
 
     def _look_at_first_round(self) -> None:
@@ -263,28 +271,16 @@ class ParameterAverages:
         return self._submit(client, flight, by, number, 1.0 / client.team.size)
 
     def _submit(self, client: LaneClient, flight: _Flight, by: Aggregator, number: int, scale: float) -> _Flight:
-        """Let the lane do a flight, of round `number` of its parcel."""
-        parcel, values, team, store = flight.parcel, flight.values, client.team, self._store
-        before = values.clone() if flight.adds else None
-        agreement = flight.agreement
+        """Queue the message of a flight, of round `number` of its parcel."""
+        values, agreement = flight.values, flight.agreement
         assert agreement is not None  # nothing is sent without one
-
-        def exchange() -> None:
-            if agreement.refused:
-                return
-            context = BufferContext.unremembered(values.numel())
-            if by.residual_paths:
-                store.transaction.begin_step()
-                context = context_for(by, parcel.layout, team, store, number, rank=team.ranks[team.rank])
-            by.all_reduce(values, team, scale, context)
-            if by.residual_paths:
-                store.transaction.end_bucket([values], last=True)
-            if before is not None:
-                values.sub_(before)
-
-        inputs = () if before is None else (before,)
-        flight.work = client.submit("average of the parameters", exchange, values, inputs, values.numel())
-        self.sent += by.wire_bytes(parcel.layout, parcel.dtype, team, parcel.device, number)
+        layout = flight.parcel.layout
+        layout = self._layouts.setdefault(layout, layout)  # one object for all rounds
+        base = values.clone() if flight.adds else None
+        step = Step(number, self._store if by.residual_paths else None)
+        title = "average of the parameters"
+        reduction = Reduction(values, layout, step, by, client.team, title=title, scale=scale, base=base)
+        flight.pending = reduction.submit(client, self.sent, agreement)
         return flight
 
     def _land(self, fragment: int) -> None:
@@ -330,7 +326,7 @@ class ParameterAverages:
         The latter by name, in host memory: what is to be added when the round is over. Also the optimizer steps, and a
         digest of the parameters.
         """
-        self.optimizer_steps.settle()
+        self.optimizer_steps.update()
         underway: dict[str, Tensor] = {}
         for flight in (flight for flights in self._underway.values() for flight in flights):
             parts = flight.parcel.parts(flight.end())
@@ -340,7 +336,7 @@ class ParameterAverages:
         return {"anchored": self._anchored, "underway": underway, **counted}
 
     def read(self, saved: Mapping[str, Any]) -> tuple[bool, Underway, str]:
-        """Return what `state` returned as what `begin_anew` takes; raises ConfigurationError for what is damaged."""
+        """Return what `state` returned as `resume` takes it; raises ConfigurationError for what is damaged."""
         anchored, values = field(saved, "anchored", bool, "rounds"), dict(field(saved, "underway", dict, "rounds"))
         underway: Underway = {}
         for fragment in range(self._average.fragments):
@@ -355,12 +351,12 @@ class ParameterAverages:
         left_as = required(saved.get("parameters", ""), str, "rounds['parameters']")
         return anchored or not self._average.parameters.residual_paths, underway, left_as
 
-    def begin_anew(self, steps: int, store: ResidualStore, rounds: tuple[bool, Underway, str] | None) -> None:
-        """Go on after `steps` optimizer steps: the parameters are a checkpoint's now, or will be at the next forward.
+    def resume(self, steps: int, store: ResidualStore, rounds: tuple[bool, Underway, str] | None) -> None:
+        """Resume after `steps` optimizer steps: the parameters are a checkpoint's now, or will be at the next forward.
 
         rounds: None for one of another world. There nodes agree on the parameters as they are then.
         """
-        self.optimizer_steps.start_anew(steps)
+        self.optimizer_steps.resume(steps)
         self._turn = -1
         self._store = store
         self._averaged_at = None
@@ -403,7 +399,7 @@ def warn_of_broadcasts(aggregator: Aggregator, ddp: TorchDDP) -> None:
         )
 
 
-class _BeforeForward:
+class _TurnBeforeForward:
     """A forward pre-hook of the module DDP wraps; a copy of it, in a copied or saved model, does nothing.
 
     Unlike the DDP model's it is called under torch.compile, and in any form of registration.

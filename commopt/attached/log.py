@@ -16,7 +16,7 @@ from commopt.attached.registration import Registration
 from commopt.command_line import require_writable
 from commopt.document import require_whole
 from commopt.errors import ConfigurationError
-from commopt.groups.membership import require_equal
+from commopt.groups.agreement import require_equal
 from commopt.schedule import Plan
 from commopt.schedule.reducer import is_capturing
 from commopt.timeline import Report, Timeline, gather
@@ -35,7 +35,7 @@ SCALARS = tuple(f"comm/{name}" for name in (*_TIMES, "late_ms", "messages", "int
 
 @dataclass(frozen=True)
 class Logged:
-    """What is known after `step` steps. report: of the last of `timeline`'s, None where none was recorded."""
+    """The figures after `step` steps. report: of the last step in `timeline`, None where none was recorded."""
 
     step: int
     scalars: dict[str, float]

@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.optim import Optimizer
 
 from commopt.attached.checks import enabled_scalers, instances_of
-from commopt.attached.steps import after_steps, before_steps
+from commopt.attached.steps import after_steps, before_steps, update_mark
 from commopt.errors import ConfigurationError
 
 _log = logging.getLogger("commopt")
@@ -46,7 +46,7 @@ _DEEPEST = 8  # steps within steps
 
 
 @dataclass(frozen=True, eq=False)
-class _Step:
+class _OptimizerStep:
     """A step as it begins. first: of this optimizer. backwards: averaged so far. sent: collectives so far, by group."""
 
     optimizer: Optimizer
@@ -56,14 +56,17 @@ class _Step:
 
 
 class OptimizerSteps:
-    """Counts the steps of the optimizers that hold a model's parameters, from its averaged backwards.
+    """Counts the optimizer steps of a training loop, alike on all nodes, from a model's averaged backwards.
 
-    A step is the averaged backwards since the one before it, one or several, and what follows them: the step of an
-    optimizer; or, where this node alone drops it, `scaler.update()` or the next forward. So nodes count alike. Where no
-    torch.optim.Optimizer holds any of the parameters, each averaged backward is a step.
+    A step is one or several averaged backwards and what follows them: the step of an optimizer; or, where this node
+    alone drops it, `scaler.update()` or the next forward. Where no torch.optim.Optimizer has any of the parameters,
+    each averaged backward is a step.
 
-    parameters: by name. scaler: returns the GradScaler that is known, or None. nodes: returns the node of each global
-    rank that has the same of the parameters. what: the aggregator, for messages.
+    parameters: by name.
+    scaler: returns the GradScaler that was given, or None.
+    nodes: returns the node of each global rank that has the same part of the parameters.
+    what: the aggregator, for messages.
+
     Raises, in the step of an optimizer that communicates between these nodes, ConfigurationError.
     """
 
@@ -89,7 +92,8 @@ class OptimizerSteps:
         self._marks: list[tuple[Any, object]] = []  # of scalers, as they were after the last averaged backward
         self._ours: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
         self._examined: WeakSet[Optimizer] = WeakSet()
-        self._steps: list[_Step] = []  # that are being made: one optimizer's step may call another's, or its own again
+        # Those under way: one optimizer's step may call another's, or its own again.
+        self._steps: list[_OptimizerStep] = []
         self._backwards = 0
         self._closed = self._told = False
         before_steps.show(self, torch.compiler.disable(OptimizerSteps._step_begins))
@@ -99,8 +103,8 @@ class OptimizerSteps:
         """Look at no optimizer any more."""
         self._closed = True
 
-    def start_anew(self, count: int) -> None:
-        """Go on after `count` steps."""
+    def resume(self, count: int) -> None:
+        """Resume after `count` steps."""
         self.count = count
         self._waiting = 0
 
@@ -114,18 +118,18 @@ class OptimizerSteps:
             if self._waiting >= max(self._usual, default=1):
                 self._end()
             return
-        self._marks = [(scaler, _mark(scaler)) for scaler in self._known_scalers()]
+        self._marks = [(scaler, update_mark(scaler)) for scaler in self._known_scalers()]
         if not self._usual and self._is_by_hand():
             self._end()
 
-    def settle(self) -> None:
-        """See, before a forward, whether what was accumulated is done with though no optimizer has stepped."""
+    def update(self) -> None:
+        """Find out, before a forward, whether a step has ended though no optimizer has stepped."""
         if self._is_in_step():  # of an optimizer that calls a closure
             return
         if self._waiting == 0:
             if self._clears is None and self._usual:
                 self._clears = self._has_no_gradients()
-        elif any(_mark(scaler) is not mark for scaler, mark in self._marks) or self._was_dropped():
+        elif any(update_mark(scaler) is not mark for scaler, mark in self._marks) or self._was_dropped():
             self._end()
 
     def _is_in_step(self) -> bool:
@@ -188,7 +192,7 @@ class OptimizerSteps:
                 if not isinstance(group, dist.ProcessGroup) or group in groups:
                     self._refuse(name)
         sent = {group: _sent_in(group) for group in groups}
-        self._steps = [*self._steps[-_DEEPEST:], _Step(optimizer, first, self._backwards, sent)]
+        self._steps = [*self._steps[-_DEEPEST:], _OptimizerStep(optimizer, first, self._backwards, sent)]
 
     def _step_ends(self, optimizer: Optimizer) -> None:
         if self._closed or not self._holds_ours(optimizer):
@@ -202,11 +206,11 @@ class OptimizerSteps:
             self._by_hand = False
             self._end()
 
-    def _has_communicated(self, step: _Step) -> bool:
+    def _has_communicated(self, step: _OptimizerStep) -> bool:
         """Return whether a step has: one with a closure may have had forwards and backwards of DDP in it."""
         return step.backwards == self._backwards and any(_sent_in(group) != sent for group, sent in step.sent.items())
 
-    def _look_closer(self, step: _Step) -> None:
+    def _look_closer(self, step: _OptimizerStep) -> None:
         if step.first:
             self._refuse(type(step.optimizer).__name__)
         if not self._told:  # and no more: it may have been another thread, as one that writes a checkpoint
@@ -244,11 +248,6 @@ class OptimizerSteps:
             self._groups = known, found
         alive = (each() for each in self._groups[1])
         return [group for group in alive if group is not None]
-
-
-def _mark(scaler: Any) -> object:
-    """Return what a GradScaler replaces whenever it is updated."""
-    return getattr(scaler, "_per_optimizer_states", None)
 
 
 def _sent_in(group: dist.ProcessGroup) -> int:

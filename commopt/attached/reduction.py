@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lane's work for one buffer, `Reduction`, and the count of what it sends, `Traffic`; of whatever model."""
+"""`Reduction`, the lane's task for one message of any attached model, and `SentBytes`, the count of its payload."""
 
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -12,52 +13,112 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commopt.aggregate import Aggregator, Flat, committed_steps, context_for, exchange_norm
-from commopt.feedback import ExactSample, Layout, ParameterSteps, ResidualStore, is_average, sample_numel, sample_stride
+from commopt.aggregate import Aggregator, Call, Flat, committed_steps, context_for, exchange_norm
+from commopt.aggregate.base import Action
+from commopt.feedback import (
+    BufferContext,
+    ExactSample,
+    Layout,
+    ParameterSteps,
+    ResidualStore,
+    Spans,
+    is_average,
+    sample_numel,
+    sample_stride,
+)
 from commopt.groups import Team, TeamShape, WireBytes
-from commopt.recording import MessageRecorder as Recorded
-from commopt.recording import running
+from commopt.lanes import Agreement, LaneClient, Pending
 
 _FLAT = Flat()
 _FOLD_AFTER = 64
+_NOTHING = nullcontext()
 
 
 @dataclass(frozen=True)
 class Step:
-    """What the messages of one step have in common.
+    """The common part of the messages of one step.
 
-    scaler: the torch.amp.GradScaler that multiplied its loss, or None. buffers: what was sent in it so far, in order.
+    number: of the step.
+    store: keeps residuals; None where nothing is remembered.
+    scaler: the torch.amp.GradScaler that multiplied the loss, or None.
+    buffers: the layouts of the buffers sent so far, in order.
+    gradients: those buffers, until the end of the step.
     skips: whether parameters without a gradient on any rank may be among the others.
     """
 
     number: int
-    store: ResidualStore
-    scaler: Any
+    store: ResidualStore | None
+    scaler: Any = None
     buffers: list[Layout] = field(default_factory=list)
+    gradients: list[Tensor] = field(default_factory=list)
     skips: bool = False
 
 
 @dataclass(eq=False, slots=True)
 class Reduction:
-    """The lane's work for one buffer, contiguous and of any shape: it becomes `scale` times its sum over `team`.
+    """The lane's task for one message: a contiguous buffer of any shape becomes `scale` times its sum over `team`.
 
-    number: of the buffer in its step. last: whether none follows, and the step's residuals may be committed. shadow:
-    compares the result with the exact one. scale: None for the average.
+    number: of the message in its step.
+    last: whether none follows, so that the residuals of the step may be committed.
+    title: names the message in errors; by default its number does.
+    scale: None for the average.
+    unit: FSDP divides by it after the average; residuals are in units of `.grad`.
+    spans: the elements that are averaged, where the others are padding; empty for all.
+    base: is subtracted from the result, so that a difference is left; None for none.
+    source: with `scatter`, the gradients of all shards.
+    scatter: sets `buffer` to this rank's shard of the sum of `source`; None for an all_reduce of `buffer`.
+    turn: is entered around the message, and raises unless it is the same message on all ranks.
+    shadow: compares the result with the exact one.
+    recorded: takes the times of the message.
     """
 
     buffer: Tensor
     layout: Layout
-    number: int
-    last: bool
     step: Step
     aggregator: Aggregator
     team: Team
-    shadow: ExactSample | None = None
-    recorded: Recorded | None = None
+    number: int = 0
+    last: bool = True
+    title: str = ""
     scale: float | None = None
+    unit: float = 1.0
+    spans: Spans = ()
+    base: Tensor | None = None
+    source: Tensor | None = None
+    scatter: Callable[..., None] | None = None
+    turn: AbstractContextManager[None] | None = None
+    shadow: ExactSample | None = None
+    recorded: AbstractContextManager[None] | None = None
 
     def __str__(self) -> str:
-        return f"bucket {self.number} by {self.aggregator}"
+        return f"{self.title or f'bucket {self.number}'} by {self.aggregator}"
+
+    def submit(self, client: LaneClient, sent: SentBytes, agreement: Agreement | None = None) -> Pending:
+        """Count the message in `sent` and queue it.
+
+        agreement: nothing is sent unless ranks have reached it; None where the message itself is the next one for all.
+        """
+        layout, buffer = self.layout, self.buffer
+        if self.scatter is None:  # else its sender knows the calls
+            sent.count(self.aggregator, layout, buffer.dtype, buffer.device, self.step.number, self.team)
+        if self.last or self.step.skips or self.shadow is not None:
+            self._count_sums(sent)
+        run = self if agreement is None else agreement.guard(self)
+        numel, also = layout.numel, self.base
+        if self.source is not None:
+            numel, also = self.source.numel(), self.source
+        return client.submit(self, run, buffer, () if also is None else (also,), numel)
+
+    def _count_sums(self, sent: SentBytes) -> None:
+        """Count the small sums that go with the message."""
+        device, step, team = self.buffer.device, self.step.number, self.team
+        if self.exchanges_usage:
+            sent.count_sum(len(self.layout.pieces), torch.float32, device, step, team)
+        if self.exchanges_norm:
+            sent.count_sum(1, torch.float64, device, step, team)
+        if self.shadow is not None:
+            numel = sample_numel(self.layout.numel) * (2 if self.aggregator.residual_paths else 1)
+            sent.count_sum(numel, torch.float32, device, step, team)
 
     @property
     def exchanges_norm(self) -> bool:
@@ -65,32 +126,70 @@ class Reduction:
         return self.last and (adam := self.aggregator.adam) is not None and adam.clip_norm is not None
 
     @property
-    def asks_who_is_used(self) -> bool:
+    def exchanges_usage(self) -> bool:
         """Whether it begins with a float32 for each parameter that all ranks add up, as Adam needs where some rest."""
         return self.step.skips and self.aggregator.adam is not None
 
     def __call__(self) -> None:
-        """Do it."""
+        """Average the buffer, on the lane."""
         store, team, flat = self.step.store, self.team, self.buffer.view(-1)
-        with nullcontext() if self.recorded is None else running(self.recorded):
-            if self.number == 0:
-                store.transaction.begin_step()
-                store.transaction.finite = None
-            scaler, loss_scale = self.step.scaler, None
-            if scaler is not None:
-                loss_scale = loss_scale_of(scaler, self.buffer.device)
-            number, rank = self.step.number, team.ranks[team.rank]
-            context = context_for(self.aggregator, self.layout, team, store, number, self.number, rank, loss_scale)
+        with self.turn or _NOTHING, self.recorded or _NOTHING:
+            if self.spans:
+                flat = self._without_padding(flat)
+            loss_scale = None
+            if self.step.scaler is not None or self.unit != 1.0:
+                loss_scale = self._loss_scale()
+            if store is None:
+                context = BufferContext.unremembered(flat.numel())
+            else:
+                if self.number == 0:
+                    store.transaction.begin_step()
+                    store.transaction.finite = None
+                number, rank = self.step.number, team.ranks[team.rank]
+                context = context_for(self.aggregator, self.layout, team, store, number, self.number, rank, loss_scale)
             if self.aggregator.adam is not None:
                 context = replace(context, steps=self._count_steps(flat))
-            scale = context.flush_into(flat, 1.0 / team.size if self.scale is None else self.scale)
-            exact = None if self.shadow is None else self._exact(self.shadow, flat, scale, loss_scale)
-            self.aggregator.all_reduce(flat, team, scale, context)
-            if self.shadow is not None and exact is not None:
-                self.shadow.add(exact, flat, number, self.layout, loss_scale)
-            if self.exchanges_norm:
-                exchange_norm(store, team, flat.device)
-            store.transaction.end_bucket([flat], last=self.last)
+            scale = 1.0 / team.size if self.scale is None else self.scale
+            results = [flat]
+            if self.scatter is not None:
+                self.scatter(flat, self.source, scale=scale, context=context)
+                results = []  # it reports on its own
+            else:
+                scale = context.flush_into(flat, scale)
+                exact = None if self.shadow is None else self._exact(self.shadow, flat, scale, loss_scale)
+                self.aggregator.all_reduce(flat, team, scale, context)
+                if self.shadow is not None and exact is not None:
+                    self.shadow.add(exact, flat, self.step.number, self.layout, loss_scale)
+                if self.exchanges_norm and store is not None:
+                    exchange_norm(store, team, flat.device)
+            if store is not None:
+                store.transaction.end_bucket(results, last=self.last)
+            if self.spans:
+                self._put_back(flat)
+            if self.base is not None:
+                flat.sub_(self.base)
+
+    def _loss_scale(self) -> Tensor | None:
+        """Return the factor between `.grad` and the values here, None for 1. No host sync."""
+        device, scaler = self.buffer.device, self.step.scaler
+        scale = None if scaler is None else loss_scale_of(scaler, device)
+        if self.unit == 1.0:
+            return scale
+        one = torch.ones((), dtype=torch.float32, device=device) if scale is None else scale
+        return one * self.unit
+
+    def _without_padding(self, flat: Tensor) -> Tensor:
+        """Return a copy of the elements in `spans`."""
+        parts, store = [flat[begin:end] for begin, end in self.spans], self.step.store
+        assert store is not None  # of a model of FSDP
+        place = store.scratch.take("without padding", self.layout.numel, flat.dtype, flat.device)
+        return torch.cat(parts, out=place)
+
+    def _put_back(self, values: Tensor) -> None:
+        """Write the elements in `spans` where they came from."""
+        flat, sizes = self.buffer.view(-1), [end - begin for begin, end in self.spans]
+        for (begin, end), part in zip(self.spans, values.split(sizes), strict=True):
+            flat[begin:end].copy_(part)
 
     def _count_steps(self, flat: Tensor) -> ParameterSteps:
         """Return how many steps Adam has made of each parameter, and count this one if it is committed.
@@ -99,9 +198,10 @@ class Reduction:
         alone whose .grad is None: only DDP knows more, and only once it has all buckets.
         """
         store, layout = self.step.store, self.layout
+        assert store is not None
         steps = store.counts.take(layout, flat.device, lambda: committed_steps(store))
         staged = store.transaction.stage_factors(steps.before)
-        if not self.asks_who_is_used:
+        if not self.exchanges_usage:
             torch.add(steps.before, 1, out=staged)
             return steps
         parts = flat.split([piece.numel for piece in layout.pieces])
@@ -112,14 +212,16 @@ class Reduction:
         return replace(steps, used=used > 0)
 
     def _exact(self, shadow: ExactSample, flat: Tensor, scale: float, loss_scale: Tensor | None) -> Tensor:
-        kept = sampled(self.step.store, self.layout, flat.device) if self.aggregator.residual_paths else None
+        kept, store = None, self.step.store
+        if store is not None and self.aggregator.residual_paths:
+            kept = sampled(store, self.layout, flat.device)
         if kept is not None and loss_scale is not None:
             kept *= loss_scale
         return shadow.exact(flat, kept, self.team, scale)
 
 
 def sampled(store: ResidualStore, layout: Layout, device: torch.device) -> Tensor:
-    """Return what is kept for those elements of a buffer of an ExactSample, over all levels; float32, unscaled."""
+    """Return the residuals of the elements of an ExactSample, over all levels; float32, unscaled."""
     stride = sample_stride(layout.numel)
     total = torch.zeros(sample_numel(layout.numel), dtype=torch.float32, device=device)
     for slot in store.residuals():
@@ -140,75 +242,97 @@ def loss_scale_of(scaler: Any, device: torch.device) -> Tensor | None:
     return scale.detach().to(device, torch.float32, non_blocking=True)
 
 
-# ----------------------------------------------------------------------------------------- what was sent
+# ----------------------------------------------------------------------------------------- sent bytes
 
 
 @dataclass(eq=False)
-class _Kind:
-    """All that tells how long a buffer's messages are, and the steps it was sent in; `before` by their phases.
+class _SentAlike:
+    """Messages that are equally long in the same phase of training.
 
-    last, times: the last of them, and how often it was sent there.
+    nbytes: the payload of one at a step, None being past all warm-up; by another aggregator, if one is given.
+    phase: of a step.
+    steps: those of the latest messages.
+    before: the phases of all earlier ones.
+    last: the last step in which one was sent.
+    times: how many were sent in it.
     """
 
-    aggregator: Aggregator
-    layout: Layout
-    dtype: torch.dtype
-    device: torch.device
+    nbytes: Callable[[int | None, Aggregator | None], WireBytes]
+    phase: Callable[[int], int]
     steps: list[int] = field(default_factory=list)
     before: Counter[int] = field(default_factory=Counter)
     last: int = -1
     times: int = 0
 
-    def note(self, step: int) -> None:
-        """Take note of one more time."""
-        self.steps.append(step)
-        self.last, self.times = step, self.times + 1 if step == self.last else 1
 
-
-class Traffic:
-    """Counts the payload that one rank sends: a step is like many others, so there are few kinds of buffers."""
+class SentBytes:
+    """Counts the payload that this rank sends. Lengths are computed only when somebody asks for the sum."""
 
     def __init__(self) -> None:
-        self._kinds: dict[tuple[int, int, torch.dtype, torch.device], _Kind] = {}
+        self._known: dict[Hashable, _SentAlike] = {}
 
     def count(
-        self, aggregator: Aggregator, layout: Layout, dtype: torch.dtype, device: torch.device, step: int
+        self,
+        aggregator: Aggregator,
+        layout: Layout,
+        dtype: torch.dtype,
+        device: torch.device,
+        step: int,
+        team: TeamShape,
     ) -> None:
-        """Note one all_reduce of a buffer."""
-        key = id(aggregator), id(layout), dtype, device  # a kind keeps both alive
-        kind = self._kinds.get(key)
-        if kind is None:
-            kind = self._kinds[key] = _Kind(aggregator, layout, dtype, device)
-        kind.note(step)
-        if len(kind.steps) == _FOLD_AFTER:
-            kind.before.update(aggregator.phase(step) for step in kind.steps)
-            kind.steps = []
+        """Count one all_reduce of a buffer."""
+        key = id(aggregator), id(layout), id(team), dtype, device  # _of_buffer keeps all three alive
+        alike = self._known.get(key)
+        if alike is None:
+            alike = self._known[key] = _of_buffer(aggregator, layout, dtype, device, team)
+        alike.steps.append(step)
+        alike.last, alike.times = step, alike.times + 1 if step == alike.last else 1
+        if len(alike.steps) == _FOLD_AFTER:
+            alike.before.update(map(alike.phase, alike.steps))
+            alike.steps = []
 
-    def count_exact(self, numel: int, dtype: torch.dtype, device: torch.device, step: int) -> None:
-        """Note one plain all_reduce beside the gradients'."""
-        self.count(_FLAT, anonymous(numel), dtype, device, step)
+    def count_sum(self, numel: int, dtype: torch.dtype, device: torch.device, step: int, team: TeamShape) -> None:
+        """Count one plain all_reduce beside those of gradients."""
+        self.count(_FLAT, anonymous(numel), dtype, device, step, team)
 
-    def wire_bytes(self, team: TeamShape) -> WireBytes:
+    def count_calls(self, key: Hashable, calls: Callable[[], Sequence[Action]], team: TeamShape) -> None:
+        """Count one message of another kind. calls: describes it, as all with an equal `key`."""
+        alike = self._known.get(key)
+        if alike is None:
+
+            def nbytes(step: int | None, instead: Aggregator | None) -> WireBytes:
+                return sum((each.wire_bytes(team) for each in calls() if isinstance(each, Call)), WireBytes())
+
+            alike = self._known[key] = _SentAlike(nbytes, lambda step: 0)
+        alike.before[0] += 1
+
+    def wire_bytes(self) -> WireBytes:
         """Return the payload this rank has sent so far."""
         sent = WireBytes()
-        for kind in list(self._kinds.values()):  # a copy: another thread may ask during a step
-            phases = kind.before + Counter(kind.aggregator.phase(step) for step in tuple(kind.steps))
+        for alike in list(self._known.values()):  # a copy: another thread may ask during a step
+            phases = alike.before + Counter(map(alike.phase, tuple(alike.steps)))
             for phase, times in phases.items():
-                sent += kind.aggregator.wire_bytes(kind.layout, kind.dtype, team, kind.device, phase) * times
+                sent += alike.nbytes(phase, None) * times
         return sent
 
-    def usual(self, team: TeamShape, instead: Aggregator | None = None) -> WireBytes:
+    def usual(self, instead: Aggregator | None = None) -> WireBytes:
         """Return the payload of a step with the last one's buffers, past the dense steps that some begin with.
 
-        instead: what would average them in the place of what does.
+        instead: averages the buffers in the place of the aggregator that does.
         """
-        kinds = list(self._kinds.values())
-        last = max((kind.last for kind in kinds), default=-1)
-        sent = WireBytes()
-        for kind in (each for each in kinds if each.last == last):
-            by = kind.aggregator if instead is None or kind.aggregator is _FLAT else instead
-            sent += by.wire_bytes(kind.layout, kind.dtype, team, kind.device) * kind.times
-        return sent
+        known = list(self._known.values())
+        last = max((alike.last for alike in known), default=-1)
+        return sum((alike.nbytes(None, instead) * alike.times for alike in known if alike.last == last), WireBytes())
+
+
+def _of_buffer(
+    aggregator: Aggregator, layout: Layout, dtype: torch.dtype, device: torch.device, team: TeamShape
+) -> _SentAlike:
+    def nbytes(step: int | None, instead: Aggregator | None) -> WireBytes:
+        by = aggregator if instead is None or aggregator is _FLAT else instead
+        return by.wire_bytes(layout, dtype, team, device, step)
+
+    return _SentAlike(nbytes, aggregator.phase)
 
 
 @lru_cache(maxsize=1024)

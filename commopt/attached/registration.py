@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one registration of an aggregator with a model, of DDP or any other, remembers from first buffer to last."""
+"""`Registration`: the memory of one aggregator at one model, of DDP or any other, from the first buffer to the last."""
 
 from __future__ import annotations
 
@@ -16,27 +16,38 @@ from commopt.attached.averages_used import Directions, StepsBetweenAverages
 from commopt.attached.checks import warn_of_untested_torch
 from commopt.attached.local_sgd import ParameterAverages
 from commopt.attached.options import AttachOptions
-from commopt.attached.reduction import Reduction, Step, Traffic
-from commopt.feedback import ExactSample, Layout, ResidualStore, spread
+from commopt.attached.reduction import SentBytes, Step
+from commopt.feedback import Layout, ResidualStore, spread
 from commopt.feedback.checkpoint import required, whole
 from commopt.groups import Membership, WireBytes
-from commopt.lanes import LaneClient, Work
+from commopt.lanes import LaneClient
 from commopt.recording import Recorder
 
 
 class Registration:
-    """The memory of one hook: made without communication; `join` finds the other ranks, `send` averages a buffer.
+    """The memory of one hook: made without communication; `join` finds the other ranks.
 
-    kind: what users hold it by, for messages. parameters: those averaged here, by name; numels: of whole ones.
-    joined: None before `join`. steps: how many are complete, with those before the checkpoint it goes on from;
-    reduced_steps: without. options: `checked` ones. step: the one under way, or the last. device: of the first buffer.
-    keeps_residuals: whether what averages does. steps_between, directions: see to what becomes of averages, where
-    residuals are kept and with adam=. averages: those of a LocalSGD, whose `store` it is then.
-    logs: called after each step, by whom backward runs in.
+    kind: the class of the object that users hold, for messages.
+    sharding: which parts of the parameters ranks hold; residuals of another sharding are distributed anew.
+    options: `checked` ones.
+    parameters: those averaged here, by name.
+    numels: of whole parameters, by name.
+    device: of the first buffer.
+    joined: this rank among the others, None before `join`.
+    steps: complete ones, with those before the checkpoint it has resumed from.
+    reduced_steps: complete ones, without those.
+    step: the current one, or the last.
+    keeps_residuals: whether the aggregator does.
+    averages: those of a LocalSGD, which then uses `store`; None for other aggregators.
+    steps_between: where residuals are kept, checks that each average is followed by an optimizer step.
+    directions: with adam=, checks what optimizers do with directions.
+    sent: counts the payload.
+    logs: called after each step, in the thread of backward.
+    hook_ns, hook_calls: the time spent in the hook, and how often it was called.
     """
 
     kind = "HookState"
-    sharding = ""  # which parts of the parameters ranks hold: residuals of another sharding are shared out anew
+    sharding = ""
 
     def __init__(
         self,
@@ -61,7 +72,7 @@ class Registration:
         self.step = Step(0, self.store, scaler)
         self.recorder = Recorder(always=options.record)
         self.logs: list[Callable[[], None]] = []
-        self.traffic = Traffic()
+        self.sent = SentBytes()
         self.hook_ns = self.hook_calls = 0
 
     # ------------------------------------------------------------------------------------- the other ranks
@@ -69,7 +80,7 @@ class Registration:
     def join(self, process_group: Any = None, problem: Exception | None = None) -> LaneClient:
         """Find the other ranks of the group, None meaning the world, and agree with them; collective.
 
-        `problem` is why this rank cannot go on: it raises it, and the others a ConfigurationError that tells it.
+        problem: the error of this rank, which raises it; the others raise a ConfigurationError that names it.
         """
         options = self.options
         client = LaneClient.join(
@@ -95,12 +106,12 @@ class Registration:
         return client
 
     def _begin(self, aggregator: Aggregator, client: LaneClient) -> None:
-        """Learn, before the first buffer, what averages; all ranks alike."""
+        """Prepare, before the first buffer, for the aggregator; all ranks alike."""
         aggregator.check(client.team)
         self.watch_optimizers(aggregator)
 
     def watch_optimizers(self, aggregator: Aggregator) -> None:
-        """See from now on what optimizers do with averages, where what `aggregator` keeps, or makes, depends on it."""
+        """Watch optimizers from now on, where the residuals or the directions of `aggregator` depend on their steps."""
         self.keeps_residuals = bool(aggregator.residual_paths)
         if self.keeps_residuals and self.steps_between is None:
             self.steps_between = StepsBetweenAverages()
@@ -129,7 +140,7 @@ class Registration:
 
     @property
     def aggregator_name(self) -> str:
-        """What averages, for messages and comparisons."""
+        """The aggregator, for messages and comparisons."""
         return repr(self.aggregator) if self.aggregator is not None else "chosen by the hook"
 
     def close(self, *, groups: bool = True) -> None:
@@ -151,33 +162,6 @@ class Registration:
         self.scaler = scaler
         self.store.transaction.per_step = scaler is not None and scaler.is_enabled()
 
-    def send(
-        self,
-        layout: Layout,
-        buffer: Tensor,
-        index: int,
-        aggregator: Aggregator,
-        *,
-        last: bool,
-        shadow: ExactSample | None = None,
-        scale: float | None = None,
-    ) -> Work:
-        """Queue the average of a buffer, `index` of the model's and `last` of its step, as Reduction; count it."""
-        client, recorder, step = self.joined, self.recorder, self.step
-        assert client is not None  # since the step began
-        # Words only for who asks for them: this is on the way of backward.
-        recorded = recorder.message((index,), layout.title, buffer.nbytes) if recorder.enabled else None
-        number = len(step.buffers)
-        task = Reduction(buffer, layout, number, last, step, aggregator, client.team, shadow, recorded, scale)
-        work = client.submit(task, task, buffer, numel=layout.numel)
-        step.buffers.append(layout)
-        self.traffic.count(aggregator, layout, buffer.dtype, buffer.device, step.number)
-        if task.asks_who_is_used:
-            self.traffic.count_exact(len(layout.pieces), torch.float32, buffer.device, step.number)
-        if task.exchanges_norm:
-            self.traffic.count_exact(1, torch.float64, buffer.device, step.number)
-        return work
-
     @property
     def residual_paths(self) -> tuple[str, ...]:
         """The levels at which `store` keeps something: of gradients, or of a LocalSGD's parameters."""
@@ -186,21 +170,21 @@ class Registration:
         return () if self.aggregator is None else self.aggregator.residual_paths
 
     def wire_bytes(self) -> WireBytes:
-        """Return the payload this rank has sent, nothing before it has joined."""
-        sent = self.store.beside if self.averages is None else self.store.beside + self.averages.sent
-        return sent if self.joined is None else sent + self.traffic.wire_bytes(self.joined.team)
+        """Return the payload this rank has sent."""
+        sent = self.store.beside + self.sent.wire_bytes()
+        return sent if self.averages is None else sent + self.averages.sent.wire_bytes()
 
     def usual_bytes(self, instead: Aggregator | None = None) -> WireBytes | None:
         """Return the payload this rank sends in a step like the last one, past a dense start; None if that is unknown.
 
-        instead: what would average the buffers in the place of what does.
+        instead: averages the buffers in the place of the aggregator that does.
         """
         if self.joined is None:
             return None
-        usual = self.traffic.usual(self.joined.team, instead)
+        usual = self.sent.usual(instead)
         if self.averages is None or instead is not None:
             return usual
-        rounds, steps = self.averages.sent, max(self.reduced_steps, 1)
+        rounds, steps = self.averages.sent.wire_bytes(), max(self.reduced_steps, 1)
         return usual + WireBytes(rounds.intra // steps, rounds.inter // steps)
 
     def model(self) -> TorchDDP | None:
@@ -241,16 +225,17 @@ class Registration:
         """
         spread(store, parts, parts[0]["parameters"], largest, self.everyone.team.size)
 
-    def go_on(
+    def resume(
         self, store: ResidualStore, steps: int, buffers: Sequence[Layout], numels: Mapping[str, int], extras: Any
     ) -> None:
-        """Go on from a checkpoint, taken after `steps` steps of a model with parameters of `numels`.
+        """Resume from a checkpoint, taken after `steps` steps of a model with parameters of `numels`.
 
-        buffers: in which it went, empty for other ones. extras: what `read_extras` returned, None in another world.
+        buffers: those of the run that was saved, empty if this one has others.
+        extras: what `read_extras` returned, None in another world.
         """
         store.transaction.steps = self.steps = steps
         store.beside = self.store.beside
         self.store = store
         if self.averages is not None:
-            self.averages.begin_anew(steps, store, extras)
+            self.averages.resume(steps, store, extras)
         self.step = Step(steps, store, self.scaler, list(buffers))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who sees the steps of all of torch's optimizers: through one hook before them and one after, which stay.
+"""Callbacks around the steps of all torch optimizers, through one hook before them and one after, which stay.
 
-torch walks its hooks as it calls them. One that went at that moment, as a model was collected or in another thread,
-would make the user's step raise.
+torch walks its hooks as it calls them. A hook that was removed at that moment, as a model was collected or in another
+thread, would make the user's step raise.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 See = Callable[[Any, Optimizer], None]
 
 
-class _Steps:
-    """Calls `see(owner, optimizer)` for each owner that is alive; it keeps none alive."""
+class _OptimizerHooks:
+    """Calls `see(owner, optimizer)` for each owner that is alive; keeps no owner alive."""
 
     def __init__(self, register: Callable[[Any], Any]) -> None:
         self._register = register
@@ -41,5 +41,10 @@ class _Steps:
                 see(alive, optimizer)
 
 
-before_steps = _Steps(register_optimizer_step_pre_hook)
-after_steps = _Steps(register_optimizer_step_post_hook)
+def update_mark(scaler: Any) -> object:
+    """Return an object that GradScaler.update() replaces by another one; None where there is no such scaler."""
+    return getattr(scaler, "_per_optimizer_states", None)
+
+
+before_steps = _OptimizerHooks(register_optimizer_step_pre_hook)
+after_steps = _OptimizerHooks(register_optimizer_step_post_hook)

@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from hashlib import sha256
+from functools import partial
 from itertools import count
 from typing import Any, Literal
 
@@ -16,47 +15,44 @@ from torch import Tensor
 from commopt.aggregate import Aggregator, Hierarchical
 from commopt.collectives import movement
 from commopt.collectives.movement import Operand, readable, require_reducible, writable
-from commopt.errors import ConfigurationError, MismatchError, UnsupportedTensorError
+from commopt.errors import ConfigurationError, UnsupportedTensorError
 from commopt.feedback import BufferContext, Layout
 from commopt.groups import WireBytes
-from commopt.groups.membership import require_equal
-from commopt.lanes import LaneClient
-from commopt.lanes import Work as LaneWork
+from commopt.lanes import Agreement, LaneClient, Pending
 from topology import Cluster
 
 Op = Literal["avg", "sum"]
-
-_CALLS_COMPARED = 512
 
 
 class Work:
     """Wait for it before reading the array; several may be in flight, and they finish in the order they started."""
 
-    def __init__(self, work: LaneWork, array: Any, refusals: Sequence[MismatchError]) -> None:
-        """refusals: holds an error, once the operation has ended, when it was refused on all ranks."""
-        self._work = work
+    def __init__(self, pending: Pending, array: Any, agreement: Agreement) -> None:
+        """agreement: whether all ranks have made the same call, known once `pending` has ended."""
+        self._pending = pending
         self._array = array
-        self._refusals = refusals
+        self._agreement = agreement
 
     def wait(self) -> Any:
         """Return the caller's array once it holds the result; on CUDA the current stream, not the host, waits.
 
         Raises MismatchError when ranks made different calls, LaneError when the collective failed on any rank.
         """
-        self._require_accepted(self._work.wait())
+        self._pending.wait()
+        self._agreement.answers()
         return self._array
 
     def get_future(self) -> torch.futures.Future[Tensor]:
         """Return a future of the result as a tensor; what `wait` raises is a RuntimeError there, as torch has it."""
-        return self._work.future.then(lambda done: self._require_accepted(done.value()))
+        return self._pending.future.then(self._require_agreement)
 
     def is_completed(self) -> bool:
         """Return whether it has ended, well or badly; on CUDA whether the result is there, not whether it is queued."""
-        return self._work.is_completed()
+        return self._pending.is_completed()
 
-    def _require_accepted(self, result: Tensor) -> Tensor:
-        if self._refusals:
-            raise MismatchError(*self._refusals[0].args)
+    def _require_agreement(self, done: torch.futures.Future[Tensor]) -> Tensor:
+        result = done.value()
+        self._agreement.answers()
         return result
 
 
@@ -118,7 +114,7 @@ class Communicator:
         Raises UnsupportedTensorError for dtypes that cannot be reduced, ConfigurationError for a bad op or aggregator,
         MismatchError when ranks made different calls, LaneError when one failed.
         """
-        number, dice = next(self._sequence), next(self._membership.rounds)
+        number, round_number = next(self._sequence), next(self._membership.rounds)
         aggregator = self._require_aggregator(aggregator)
         operand = writable(x)
         scale = self._scale(op, operand)
@@ -128,15 +124,15 @@ class Communicator:
             )
 
         # Compression forgets here: to remember, it would have to know that two tensors are the same gradient.
-        step = aggregator.start_step + dice
+        step = aggregator.start_step + round_number
         context = BufferContext.unremembered(operand.tensor.numel(), step, self._membership.global_rank)
 
-        def work() -> None:
+        def run() -> None:
             flat = operand.flat()
             aggregator.all_reduce(flat, self._membership.team, scale, context)
             operand.store(flat)
 
-        return self._submit(number, f"all_reduce ({op})", operand, work, async_op, aggregator=aggregator)
+        return self._submit(number, f"all_reduce ({op})", operand, run, async_op, aggregator=aggregator)
 
     def reduce_scatter(self, output: Any, input: Any, op: Op = "avg", async_op: bool = False) -> Any:
         """Set `output` to this rank's block of the average (or sum) of all inputs; return `output`, or a Work.
@@ -147,12 +143,12 @@ class Communicator:
         self._require_blocks("reduce_scatter", source, target, self.world_size)
         scale = self._scale(op, source)
 
-        def work() -> None:
+        def run() -> None:
             blocks = source.flat().view(self.world_size, -1)
             blocks = blocks * scale if scale != 1.0 else blocks
             target.store(movement.reduce_scatter(blocks, self._membership))
 
-        return self._submit(number, f"reduce_scatter ({op})", target, work, async_op, [source])
+        return self._submit(number, f"reduce_scatter ({op})", target, run, async_op, [source])
 
     def all_gather(self, output: Any, input: Any, async_op: bool = False) -> Any:
         """Fill block i of `output` (world_size * input.numel() elements) with rank i's `input`.
@@ -162,11 +158,11 @@ class Communicator:
         number, target, source = next(self._sequence), writable(output), readable(input)
         self._require_blocks("all_gather", target, source, self.world_size)
 
-        def work() -> None:
+        def run() -> None:
             gathered = movement.all_gather(_as_bytes(source.flat()), self._membership)
             target.store(_from_bytes(gathered, target.tensor.dtype))
 
-        return self._submit(number, "all_gather", target, work, async_op, [source])
+        return self._submit(number, "all_gather", target, run, async_op, [source])
 
     def broadcast(self, x: Any, src: int = 0, async_op: bool = False) -> Any:
         """Copy `x` of the group's rank `src` to all ranks, in place, whatever its dtype; return `x`, or a Work."""
@@ -175,12 +171,12 @@ class Communicator:
             raise ConfigurationError(f"src {src} is not a rank of this group; use 0 to {self.world_size - 1}")
         operand = writable(x)
 
-        def work() -> None:
+        def run() -> None:
             flat = operand.flat()
             movement.broadcast(_as_bytes(flat), src, self._membership)
             operand.store(flat)
 
-        return self._submit(number, f"broadcast from {src}", operand, work, async_op)
+        return self._submit(number, f"broadcast from {src}", operand, run, async_op)
 
     def all_to_all(self, output: Any, input: Any, async_op: bool = False) -> Any:
         """Send block j of `input` to rank j; block i of `output` comes from rank i. Return `output`, or a Work.
@@ -196,12 +192,12 @@ class Communicator:
                 f"length; pass a multiple of {self.world_size}"
             )
 
-        def work() -> None:
+        def run() -> None:
             blocks = _as_bytes(source.flat()).view(self.world_size, -1)
             exchanged = movement.all_to_all(blocks, self._membership)
             target.store(_from_bytes(exchanged, target.tensor.dtype))
 
-        return self._submit(number, "all_to_all", target, work, async_op, [source])
+        return self._submit(number, "all_to_all", target, run, async_op, [source])
 
     def wire_bytes(self, numel: int, dtype: torch.dtype, aggregator: Aggregator | None = None) -> WireBytes:
         """Return the payload bytes this rank sends for one all_reduce of `numel` elements."""
@@ -211,62 +207,30 @@ class Communicator:
     def _submit(
         self,
         number: int,
-        what: str,
+        title: str,
         operand: Operand,
-        work: Callable[[], None],
+        run: Callable[[], None],
         async_op: bool,
         inputs: Sequence[Operand] = (),
         aggregator: Aggregator | None = None,
     ) -> Any:
-        tensor, refusals = operand.tensor, list[MismatchError]()
-        arguments = {"operation": what, "aggregator": repr(aggregator)}
-        arguments |= {"dtype": str(tensor.dtype), "numel": str(tensor.numel())}
+        tensor = operand.tensor
+        facts = {"operation": title, "aggregator": repr(aggregator)}
+        facts |= {"dtype": str(tensor.dtype), "numel": str(tensor.numel())}
         call = f"{self._client.name}, operation {number}"
+        agreement = Agreement(partial(self._membership.compare_call, facts, call, tensor.device))
+        guarded = agreement.guard(run)
 
-        def compare_and_work() -> None:
-            try:
-                self._compare(arguments, call, tensor.device)
-            except MismatchError as error:  # on all ranks, and nothing was sent: the lane goes on
-                refusals.append(error)
-            else:
-                work()
+        def compare_and_run() -> None:
+            agreement.reach()
+            guarded()
 
         if aggregator is not None:
-            what += f" by {aggregator}"
+            title += f" by {aggregator}"
         sources = [source.tensor for source in inputs]
-        pending = self._client.submit(what, compare_and_work, tensor, sources, numel=tensor.numel())
-        handle = Work(pending, operand.array, refusals)
+        pending = self._client.submit(title, compare_and_run, tensor, sources, numel=tensor.numel())
+        handle = Work(pending, operand.array, agreement)
         return handle if async_op else handle.wait()
-
-    def _compare(self, arguments: dict[str, str], call: str, device: torch.device) -> None:
-        """Raise MismatchError on every rank when ranks disagree about which `call` this is, or its arguments.
-
-        For the lane's work.
-
-        A digest travels over the team, where a dead peer is noticed at once; only when digests differ do the arguments
-        follow. Over gloo before every call: tensors of different lengths would end the process, what one rank repeats
-        may be new to another, and where one rank alone refused a call, its next one must not meet that of the others.
-        Over NCCL, where the host would have to wait for the device, only the first time; after many different calls
-        the rest is taken on trust there.
-        """
-        team, known = self._membership.team, self._membership.compared
-        on_gloo = team.backend(device) == "gloo"
-        if on_gloo:
-            arguments = arguments | {"call": call}
-        text = json.dumps(arguments).encode()
-        digest = sha256(text).digest()[:7]
-        if not on_gloo and (digest in known or len(known) >= _CALLS_COMPARED):
-            return
-        if team.all_equal(int.from_bytes(digest, "big"), device):
-            if not on_gloo:
-                known.add(digest)
-            return
-        lengths = torch.empty(team.size, dtype=torch.int64, device=device)
-        team.all_gather(lengths, lengths.new_tensor([len(text)]))
-        longest = int(lengths.max())
-        texts = torch.empty(team.size, longest, dtype=torch.uint8, device=device)
-        team.all_gather(texts.view(-1), texts.new_tensor(list(text.ljust(longest))))
-        require_equal(team.ranks, [json.loads(bytes(row)) for row in texts.tolist()], arguments)
 
     def _require_aggregator(self, aggregator: Aggregator | None) -> Aggregator:
         if aggregator is None:

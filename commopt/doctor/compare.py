@@ -297,7 +297,7 @@ def gather(facts: RankFacts, findings: Sequence[Finding], timeout_s: float = TIM
     # Imported here: a single machine is examined without torch.
     from torch.distributed.rendezvous import rendezvous
 
-    from commopt.groups.membership import exchange_facts
+    from commopt.groups.agreement import exchange_facts
     from commopt.groups.signed import own_secret
     from commopt.groups.store import limited
 

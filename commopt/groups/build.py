@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from commopt.errors import ConfigurationError
-from commopt.groups.membership import Membership, checking, exchange_facts, failures_among, require_equal
+from commopt.groups.agreement import exchange_facts, require_equal
+from commopt.groups.membership import Membership, checking, failures_among
 from commopt.groups.shape import levels_of
 from commopt.groups.store import limited_store
 from commopt.groups.team import Team, is_alive

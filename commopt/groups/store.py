@@ -36,7 +36,9 @@ class LimitedStore:
     somebody else wrote; the numbers of `add` are not.
     """
 
-    def __init__(self, connection: _Connection, prefix: str, limit_s: float, deadline: float = float("inf")) -> None:
+    def __init__(
+        self, connection: _StoreConnection, prefix: str, limit_s: float, deadline: float = float("inf")
+    ) -> None:
         self._connection = connection
         self._prefix = prefix
         self._limit_s = limit_s
@@ -103,7 +105,7 @@ class LimitedStore:
         return self._connection.call(method, arguments, limit_s)
 
 
-class _Connection:
+class _StoreConnection:
     """One client and its thread, for all of this process's keys in one store."""
 
     def __init__(self, store: dist.Store, limit_s: float, secret: bytes | None = None) -> None:
@@ -190,9 +192,9 @@ def _silence(seconds: float) -> TransportError:
 
 
 # One for each world, as torch has one store for each.
-_connections: WeakKeyDictionary[dist.ProcessGroup, _Connection] = WeakKeyDictionary()
+_connections: WeakKeyDictionary[dist.ProcessGroup, _StoreConnection] = WeakKeyDictionary()
 _connecting = threading.Lock()
-_all: WeakSet[_Connection] = WeakSet()
+_all: WeakSet[_StoreConnection] = WeakSet()
 
 
 def limited(store: dist.Store, prefix: str, limit_s: float, secret: bytes | None = None) -> LimitedStore:
@@ -200,7 +202,7 @@ def limited(store: dist.Store, prefix: str, limit_s: float, secret: bytes | None
 
     Raises as `limited_store`.
     """
-    return LimitedStore(_Connection(store, limit_s, secret), f"{prefix}/", limit_s)
+    return LimitedStore(_StoreConnection(store, limit_s, secret), f"{prefix}/", limit_s)
 
 
 def limited_store(prefix: str, limit_s: float) -> LimitedStore:
@@ -213,7 +215,7 @@ def limited_store(prefix: str, limit_s: float) -> LimitedStore:
     with _connecting:
         connection = _connections.get(world)
         if connection is None:
-            connection = _connections[world] = _Connection(c10d._get_default_store(), limit_s, own_secret())
+            connection = _connections[world] = _StoreConnection(c10d._get_default_store(), limit_s, own_secret())
     return LimitedStore(connection, f"{prefix}/", limit_s)
 
 

@@ -28,10 +28,10 @@ from commopt.attached.checks import (
 )
 from commopt.attached.local_sgd import ParameterAverages
 from commopt.attached.options import AttachOptions
-from commopt.attached.reduction import Step
+from commopt.attached.reduction import Reduction, Step
 from commopt.attached.registration import Registration
 from commopt.errors import CommoptError, ConfigurationError
-from commopt.feedback import EVERY_STEPS, ExactSample, Layout, ResidualStore, sample_numel
+from commopt.feedback import ExactSample, Layout, ResidualStore
 from commopt.schedule import Controller, Layouts, Plan, Tuned
 from commopt.schedule.reducer import is_capturing
 
@@ -41,30 +41,29 @@ _log = logging.getLogger("commopt")
 class DDPRegistration(Registration):
     """Averages DDP's buckets: `reduce` is called with each, `before_forward` between steps.
 
+    layouts: those of DDP's buckets.
+    controller: makes and follows plans.
     decided_by: the name of the preset that was compared with the aggregator last.
-    guard: in every so many steps `shadow` compares a lossy average with the exact one, for "auto"; 0 for never.
+    shadow: samples how far lossy averages are behind exact ones, for "auto"; None where nothing is compared.
     """
 
     def __init__(self, options: AttachOptions, aggregator: Aggregator | None, module: nn.Module | None) -> None:
         self.layouts = Layouts(module)
         super().__init__(options, aggregator, self.layouts.parameters, self.layouts.numels)
-        self.module = None if module is None else ref(module)
-        self.decided_by: str | None = None
-        self.guard = 0
-        self.shadow = ExactSample()
         self.controller = Controller(self.recorder, self.layouts)
+        self.decided_by: str | None = None
+        self.shadow: ExactSample | None = None
         if isinstance(aggregator, LocalSGD):
             parameters, found = dict(self.parameters), ref(self)
             self.averages = ParameterAverages(
                 aggregator, module, lambda: parameters, self.store, parameters, lambda: getattr(found(), "scaler", None)
             )
         # The gradients of a LocalSGD leave nothing for later, and `store` is for its parameters.
-        self._remembers_nothing = None if self.averages is None else ResidualStore()
+        self._gradient_store = None if self.averages is None else ResidualStore()
         self._ddp: ref[TorchDDP] | None = None
-        self._shadow_of = -1  # which plan, by its number, the samples of averages are of
+        self._sampled_plan = 0  # the plan whose averages `shadow` samples, by Controller.changes
         self._raising_task = -1
-        self._latest: lanes.Work | None = None  # bucket's, until backward has looked at it
-        self._told = False
+        self._latest: lanes.Pending | None = None  # bucket's, until backward has looked at it
         self._lately_ns: deque[int] = deque(maxlen=64)
 
     def _begin(self, aggregator: Aggregator, client: lanes.LaneClient) -> None:
@@ -76,12 +75,13 @@ class DDPRegistration(Registration):
             if auto.optimizer is None:
                 when_first_stepped(self, _note_optimizer)
         self.controller.begin(client.team, aggregator, self.options.buckets)
-        self.guard = EVERY_STEPS if self.controller.watches else 0
+        self.shadow = ExactSample() if self.controller.watches else None
+        self._sampled_plan = self.controller.changes
         if self.averages is not None:
             self.averages.client = client
 
     def decide(self, aggregator: Aggregator, hook_name: str) -> None:
-        """Settle on `aggregator`, the one the registered hook stands for; collective the first time.
+        """Use `aggregator`, the one the registered hook stands for; collective the first time.
 
         Raises ConfigurationError when the state was made with another one.
         """
@@ -98,8 +98,8 @@ class DDPRegistration(Registration):
             )
         self.decided_by = hook_name
 
-    def serve(self, ddp: TorchDDP) -> None:
-        """Learn which model this is the registration of, so that its buckets can be made anew."""
+    def set_model(self, ddp: TorchDDP) -> None:
+        """Take note of the model, whose buckets can then be made anew."""
         self._ddp = ref(ddp)
         self.controller.set_model(ddp)
 
@@ -116,10 +116,10 @@ class DDPRegistration(Registration):
     def freeze(self) -> None:
         """Change the plan no more."""
         self.controller.give_up("frozen")
-        self.guard = 0  # nothing could be left, and a captured step would not be sampled
+        self.shadow = None  # no strategy could be left, and a captured step would not be sampled
 
     def before_forward(self, *, sends: bool) -> None:
-        """Change, between two steps, what was decided to be changed. sends: whether the backward will."""
+        """Adopt, between two steps, a new plan if there is one. sends: whether the backward will send gradients."""
         self.recorder.forward_begins()
         self.controller.before_forward(self.steps, sends=sends)
 
@@ -130,7 +130,7 @@ class DDPRegistration(Registration):
         entered_ns = perf_counter_ns()
         buffer, number, last = bucket.buffer(), bucket.index(), bucket.is_last()
         if buffer.dtype not in REDUCIBLE or buffer.layout != torch.strided:
-            refuse_bucket(bucket, buffer, self.module)
+            refuse_bucket(bucket, buffer, self.parameters)
         if buffer.storage_offset() != 0 or not buffer.is_contiguous():
             # DDP would read the result from the start of its storage, whatever the tensor says.
             raise CommoptError(f"DDP's bucket {number} does not fill its storage; report this torch version")
@@ -165,31 +165,30 @@ class DDPRegistration(Registration):
         if self.joined is None:
             self.join()
         steps = self.steps
-        self.controller.require_repeatable(steps)
+        self.controller.begin_step(steps)
         self._require_optimizer_step()
         if self.averages is not None:  # a rank without data, in DDP's join(), makes no forward before this
             self.averages.take_turn()
         if self.device is None:
             self.device = device
-        self.controller.begin_step(steps)
         if self.recorder.enabled:
             self.recorder.begin_step(steps, device)
-        # Of a LocalSGD it says whether gradients cross between nodes, which begins and ends between optimizer steps.
+        # With a LocalSGD its optimizer steps decide whether gradients cross between nodes.
         number = steps if self.averages is None else self.averages.steps
         ddp = self.model()
         skips = ddp is not None and ddp.find_unused_parameters and not ddp.static_graph
-        self.step = Step(number, self._remembers_nothing or self.store, self.scaler, skips=skips)
-        if self.guard and is_capturing():
-            self.guard = 0  # a CUDA graph would sample in every step, or in none
-        if self.guard and self.controller.changes != self._shadow_of:
-            self._shadow_of = self.controller.changes
-            self.shadow = ExactSample(self.guard, steps)  # a new plan is judged by its own samples
+        self.step = Step(number, self._gradient_store or self.store, self.scaler, skips=skips)
+        if self.shadow is not None and is_capturing():
+            self.shadow = None  # a CUDA graph would sample in every step, or in none
+        if self.shadow is not None and self.controller.changes != self._sampled_plan:
+            self._sampled_plan = self.controller.changes
+            self.shadow = ExactSample(first_step=steps)  # a new plan is judged by its own samples
 
     def _require_optimizer_step(self) -> None:
-        """See whether a step was made by the last averages; DDP averages what has accumulated.
+        """Check that an optimizer has stepped by the last averages; DDP averages accumulated gradients.
 
-        Lossless averages stand that. Residuals count the first gradient twice, which is warned about once. With adam=
-        a direction would be added to a gradient: ConfigurationError, on all ranks before anything is sent.
+        Lossless averages tolerate that. Residuals count the first gradient twice: a warning, once. With adam= a
+        direction would be added to a gradient: ConfigurationError, on all ranks before anything is sent.
         """
         watch = self.steps_between
         if watch is None or torch._C._current_graph_task_id() == -1:
@@ -203,13 +202,12 @@ class DDPRegistration(Registration):
                 "too, and call optimizer.step() after every averaged backward; where a GradScaler may drop steps, "
                 "call scaler.update() after each and pass attach(..., scaler=scaler)"
             )
-        if not self._told:
-            self._told = True
-            _log.warning(
-                "two backwards in a row were averaged without an optimizer step between: accumulate gradients under "
-                "ddp.no_sync(), or error feedback counts them twice; what is averaged and then thrown away, it counts "
-                "as applied"
-            )
+        _log.warning(
+            "two backwards in a row were averaged without an optimizer step between: accumulate gradients under "
+            "ddp.no_sync(), or error feedback counts them twice; what is averaged and then thrown away, it counts "
+            "as applied"
+        )
+        self.steps_between = None  # warned of once
 
     def _let_backward_raise(self, graph_task: int) -> None:
         """Let the backward under way raise the error of a lane that fails before the last bucket has arrived.
@@ -224,7 +222,7 @@ class DDPRegistration(Registration):
         self._raising_task = graph_task
 
     def _raise_lost(self) -> None:
-        """Raise why a bucket was lost; what fails behind the last one, as a meeting that a peer leaves, waits."""
+        """Raise the error that lost a bucket; errors behind the last one, as of a peer that leaves, may wait."""
         latest, self._latest = self._latest, None  # keep no bucket
         if latest is None or not latest.arrived:
             lanes.require_healthy()
@@ -240,7 +238,7 @@ class DDPRegistration(Registration):
         self.controller.give_up(f"gradients lie on {self.device} and {device}, and messages are of one device")
 
     def _check_step(self) -> None:
-        """See, once a step is complete, to what an aggregator that remembers needs."""
+        """Check, at the last bucket of a step, what residuals depend on."""
         if self.recorder.enabled:
             self.recorder.compute_ends()
         if not self.keeps_residuals:
@@ -251,23 +249,28 @@ class DDPRegistration(Registration):
             self.steps_between.averaged(self.scaler)
         self.layouts.require_expected()
 
-    def _send(self, layout: Layout, buffer: Tensor, index: int, *, last: bool) -> lanes.Work:
+    def _send(self, layout: Layout, buffer: Tensor, index: int, *, last: bool) -> lanes.Pending:
         """Queue the average of bucket `index`, `last` of its step."""
-        step, aggregator = self.step, self.controller.aggregator
-        self.controller.add_bucket(layout, buffer)
-        shadow = None
-        if self.guard and not aggregator.lossless and self.shadow.takes(step.number):
-            shadow = self.shadow
-            numel = sample_numel(layout.numel) * (2 if aggregator.residual_paths else 1)
-            self.traffic.count_exact(numel, torch.float32, buffer.device, step.number)
-        return self.send(layout, buffer, index, aggregator, last=last, shadow=shadow)
+        client, step, aggregator, recorder = self.joined, self.step, self.controller.aggregator, self.recorder
+        assert client is not None  # since the step began
+        reduction = Reduction(buffer, layout, step, aggregator, client.team, number=len(step.buffers), last=last)
+        shadow = self.shadow
+        if shadow is not None and not aggregator.lossless and shadow.takes(step.number):
+            reduction.shadow = shadow
+        if recorder.enabled:
+            reduction.recorded = recorder.message((index,), layout.title, buffer.nbytes)
+        step.buffers.append(layout)
+        step.gradients.append(buffer)
+        return reduction.submit(client, self.sent)
 
     def _end_step(self) -> None:
         assert self.device is not None  # of the first bucket
         usual_us = median(self._lately_ns) / 1000 if self.recorder.enabled and self._lately_ns else 0.0
-        point = self.controller.end_step(self.steps, self.device, usual_us, self.shadow if self.guard else None)
+        step = self.step
+        point = self.controller.end_step(self.steps, self.device, step.buffers, step.gradients, usual_us, self.shadow)
         if point is not None:
             self.controller.synchronise(self.client.run(point.decide, point.title))
+        step.gradients.clear()
         self.steps += 1
         self.reduced_steps += 1
         if self.averages is not None:
@@ -296,14 +299,14 @@ class DDPRegistration(Registration):
         rounds, alike = super().read_extras(part)
         return (plan, tuned, rounds), (None if plan is None else plan.digest(), tuned, alike)
 
-    def go_on(
+    def resume(
         self, store: ResidualStore, steps: int, buffers: Sequence[Layout], numels: Mapping[str, int], extras: Any
     ) -> None:
-        """Go on from a checkpoint, as Registration.go_on; what could be taken over of its plan is the controller's."""
+        """Resume from a checkpoint, as Registration.resume; the controller takes over its plan if it can."""
         plan, tuned, rounds = extras or (None, None, None)
-        super().go_on(store, steps, buffers, numels, rounds)
+        super().resume(store, steps, buffers, numels, rounds)
         self.controller.restart(steps, plan, tuned, buffers)
-        self._shadow_of = -1
+        self._sampled_plan = -1  # samples begin anew
         self.layouts.expect(numels)
 
 

@@ -145,7 +145,7 @@ class DistributedDataParallel(TorchDDP):
                 state.set_module(self.module)
             super().register_comm_hook(state, registered)
             if isinstance(state, HookState):
-                state._registration.serve(self)  # the forward hooks came with the pickle
+                state._registration.set_model(self)  # the forward hooks came with the pickle
 
 
 class ForwardPreHook:
@@ -162,7 +162,7 @@ class ForwardPreHook:
 
 def _connect(ddp: TorchDDP, state: HookState) -> None:
     """Connect a state to its model, and to the forwards of that."""
-    state._registration.serve(ddp)
+    state._registration.set_model(ddp)
     ddp.register_forward_pre_hook(ForwardPreHook(state))
 
 

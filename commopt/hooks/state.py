@@ -78,7 +78,7 @@ class HookState(CommState):
         """
         registration = self._registration
         more: dict[str, Any] = {"plan_changes": registration.controller.changes}
-        if registration.guard:
+        if registration.shadow is not None:
             more["steps_behind"] = registration.shadow.steps_behind()
         return {**super().stats(), **more}
 

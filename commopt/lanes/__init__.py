@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where communication runs: one lane per device and process, shared by every hook and every standalone call."""
 
+from commopt.lanes.client import Agreement, LaneClient
 from commopt.lanes.failure import failure_of
-from commopt.lanes.lane import Operation, Work, WorkerLane
-from commopt.lanes.registry import Agreement, LaneClient, lane_for, require_healthy
+from commopt.lanes.lane import Pending, Task, WorkerLane
+from commopt.lanes.registry import lane_for, require_healthy
 
 __all__ = [
     "Agreement",
     "LaneClient",
-    "Operation",
-    "Work",
+    "Pending",
+    "Task",
     "WorkerLane",
     "failure_of",
     "lane_for",

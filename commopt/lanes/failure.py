@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who failed, and who says so: a lane that fails tells every rank and frees the peers that wait for this one.
+"""Reports of failures: a lane that fails tells every rank and frees the peers that wait for this one.
 
-An exception that ends the process is told too, and a peer that was lost elsewhere gets its name. With COMMOPT_CHECK=1
-all ranks show before every operation what they are about to run: a debugging aid that costs a few store round trips and
-turns a swapped order or a different length, which would otherwise hang or mix two tensors, into an error.
+An exception that ends the process is reported too, and a peer that was lost elsewhere gets its name.
 """
 
 from __future__ import annotations
@@ -21,9 +19,8 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from commopt.errors import CommoptError, LaneError, MismatchError, TransportError
+from commopt.errors import CommoptError, LaneError, TransportError
 from commopt.groups import FAILURE_KEY, LimitedStore, Membership, close_together, joined
-from commopt.groups.membership import Order
 
 # An error that arrives through a socket is followed by its author's report, unless the author died.
 _REPORT_WAIT_S = 2.0
@@ -32,7 +29,6 @@ _VERDICT_WAIT_S = 1.0
 # For a process that ends, or lost a peer elsewhere, to find out why.
 _WITHIN_S = 2.0
 _POLL_S = 0.05
-_CHECK_POLL_S = 0.001
 
 _ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 _hook_before: _ExceptHook | None = None
@@ -230,36 +226,3 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         seen.add(id(link))
         yield link
         link = link.__cause__ or link.__context__
-
-
-# ----------------------------------------------------------------------- COMMOPT_CHECK=1: the order of operations
-
-
-def check_order(membership: Membership, order: Order, lane: str, what: str) -> None:
-    """Compare an operation with what the other ranks run at this place of their lanes.
-
-    All memberships of the same ranks count together: waiting in another one is another order too. Raises MismatchError
-    on every rank that differs, or waits for longer than the timeout for one that does.
-    """
-    store, me, index, mine = order.store, membership.global_rank, order.counts[lane], f"{what}, over {membership.name}"
-    order.counts[lane] += 1
-    store.set(f"operation/{lane}/{index}/{me}", mine)
-    deadline = time.monotonic() + membership.timeout_s
-    waiting = [rank for rank in membership.ranks if rank != me]
-    while waiting:
-        for rank in list(waiting):
-            if (theirs := store.read(f"operation/{lane}/{index}/{rank}")) is None:
-                continue
-            if theirs != mine:
-                raise MismatchError(
-                    f"ranks run different operations at the same place: rank {rank} has [{theirs}], rank {me} has "
-                    f"[{mine}]; every rank must make the same calls in the same order"
-                )
-            waiting.remove(rank)
-        if waiting and (report := membership.failure()) is not None:
-            raise LaneError(report)
-        if waiting and time.monotonic() > deadline:
-            raise MismatchError(f"rank {waiting} did not come to {mine} within {membership.timeout_s:g} s")
-        time.sleep(_CHECK_POLL_S if waiting else 0)
-    if index:  # all ranks are here, so all have read the one before
-        store.delete_key(f"operation/{lane}/{index - 1}/{me}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A lane runs all communication of one device in one total order; an operation is one piece of it."""
+"""A lane runs all communication of one device in one total order, task by task."""
 
 from __future__ import annotations
 
@@ -16,34 +16,39 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from commopt.errors import CommoptError, LaneError
 from commopt.groups import Membership
-from commopt.lanes.failure import check_order, fail
+from commopt.lanes.failure import fail
 
 _CLOSE_TIMEOUT_S = 5.0
 _LOOK_S = 0.5
 
-Task = Callable[[], None]
-
 
 @dataclass(eq=False, slots=True)
-class Operation:
-    """What every rank of `membership` must submit at the same point of its program."""
+class Task:
+    """A callable for the lane; every rank of `membership` must submit it at the same point of its program.
+
+    owner: the name of the client that submits it.
+    sequence: its number among the client's tasks.
+    run: communicates, and leaves its outcome in the tensor that is submitted beside it.
+    title: its text names the task in errors, and is asked for only there.
+    """
 
     membership: Membership
     owner: str
     sequence: int
-    what: object  # its text is asked for only in errors
+    run: Callable[[], None]
+    title: object
     numel: int
     device_type: str
 
     def __str__(self) -> str:
-        return f"{self.owner}, operation {self.sequence}: {self.what} of {self.numel} elements"
+        return f"{self.owner}, operation {self.sequence}: {self.title} of {self.numel} elements"
 
 
-class Work:
-    """The pending result of an operation.
+class Pending:
+    """The pending result of a task.
 
-    ended: a future of the tensor that holds the result. It never fails: it is for whoever asks the lane itself whether
-    it failed, as the hook does, and raises the lane's error as it is.
+    ended: a future of the tensor that holds the result. It never fails. It is for callers that ask the lane itself
+    whether it failed, as the hook does, and raise the lane's error as it is.
     """
 
     def __init__(self, result: Tensor) -> None:
@@ -66,17 +71,17 @@ class Work:
         # Raised through `then`: `set_exception` would leave DDP with a cast error.
         return self.ended.then(lambda done: self._or_raise(done.value()))
 
-    def hold_back(self, stream: torch.cuda.Stream) -> None:
-        """Let `stream` wait for what the current stream had been given when this handle was made."""
+    def delay(self, stream: torch.cuda.Stream) -> None:
+        """Let `stream` wait for the work that the current stream had been given when this object was made."""
         if self._ready is not None:
             stream.wait_event(self._ready)
 
-    def settle(self, error: LaneError | None) -> None:
+    def finish(self, error: LaneError | None) -> None:
         """End the wait, well or with the error; on CUDA the waiters' streams wait for the current one."""
         self._error = error
         if self._cuda is not None and error is None:
             self._kernels_end = torch.cuda.current_stream(self._cuda).record_event()
-        assert self._result is not None  # settled once
+        assert self._result is not None  # finished once
         self.ended.set_result(self._result)
         self._result = None  # a future that is kept should not keep the tensor twice
 
@@ -85,7 +90,7 @@ class Work:
         return self._or_raise(self.ended.wait())
 
     def is_completed(self) -> bool:
-        """Return whether the operation has ended, well or badly; on CUDA whether its kernels have."""
+        """Return whether the task has ended, well or badly; on CUDA whether its kernels have."""
         return self.ended.done() and (self._kernels_end is None or self._kernels_end.query())
 
     @property
@@ -108,26 +113,24 @@ class Lane(ABC):
         self._verdict = threading.RLock()  # held from a failure until `_error` says what it was
         self._own = threading.local()  # `busy`: whether this thread is at work for the lane
 
-    def submit(self, operation: Operation, task: Task, result: Tensor, inputs: Sequence[Tensor] = ()) -> Work:
-        """Queue `task`, which communicates, reads `inputs` and leaves its outcome in `result`.
+    def submit(self, task: Task, result: Tensor, inputs: Sequence[Tensor] = ()) -> Pending:
+        """Queue `task`, which reads `inputs` and leaves its outcome in `result`.
 
-        `task` sees both as the submitting thread (on CUDA: its current stream) left it. Raises LaneError when the lane
-        is poisoned, ConfigurationError when the process group was destroyed, CommoptError when called from `task`
-        itself: it would wait for its own end.
+        It sees both as the submitting thread (on CUDA: its current stream) left them. Raises LaneError when the lane
+        is poisoned, CommoptError when called from a task of the lane: it would wait for its own end.
         """
         if getattr(self._own, "busy", False):
             raise CommoptError(
-                f"{operation} was called inside lane work, by an aggregator or by a callback of a pending future, and "
+                f"{task} was called inside lane work, by an aggregator or by a callback of a pending future, and "
                 f"would wait for its own end; call it after the outer operation's wait()"
             )
-        if self._error is not None or not operation.membership.alive:
-            self.require_healthy()  # a lane that fails closes all groups before it knows why
-            operation.membership.require_alive()
-        return self._start(operation, task, Work(result), (result, *inputs))
+        if self._error is not None:
+            self.require_healthy()
+        return self._start(task, Pending(result), (result, *inputs))
 
     @abstractmethod
-    def _start(self, operation: Operation, task: Task, handle: Work, tensors: Sequence[Tensor]) -> Work:
-        """Queue `task`, which uses `tensors`; return `handle`."""
+    def _start(self, task: Task, pending: Pending, tensors: Sequence[Tensor]) -> Pending:
+        """Queue `task`, which uses `tensors`; return `pending`."""
 
     @abstractmethod
     def close(self) -> bool:
@@ -155,7 +158,7 @@ class Lane(ABC):
         """Return what to raise: a traceback of the same error would keep the frames of every caller alive."""
         return LaneError(*error.args)
 
-    def _run(self, operation: Operation, task: Task, handle: Work) -> LaneError | None:
+    def _run(self, task: Task, pending: Pending) -> LaneError | None:
         """Run `task` in the calling thread; return the error that now poisons the lane, if any.
 
         Ctrl-C poisons it too, and goes on.
@@ -163,24 +166,24 @@ class Lane(ABC):
         if self._error is not None:
             return self._error
         try:
-            if operation.membership.order is not None:
-                check_order(operation.membership, operation.membership.order, operation.device_type, str(operation))
+            if task.membership.order is not None:
+                task.membership.require_same_order(task.device_type, str(task))
             # A tensor made in inference mode can be written in no other.
-            with fresh_modes(inference=handle.of_inference):
-                task()
+            with fresh_modes(inference=pending.of_inference):
+                task.run()
         except BaseException as error:
             with self._verdict:
-                self._error = _reported(operation, error)
+                self._error = _reported(task, error)
             if isinstance(error, KeyboardInterrupt):
                 raise
         return self._error
 
 
-def _reported(operation: Operation, error: BaseException) -> LaneError:
+def _reported(task: Task, error: BaseException) -> LaneError:
     try:
-        return fail(operation.membership, str(operation), error)
+        return fail(task.membership, str(task), error)
     except Exception as trouble:  # poisoned all the same
-        return LaneError(f"{operation} failed: {error}; reporting it failed too: {trouble}")
+        return LaneError(f"{task} failed: {error}; reporting it failed too: {trouble}")
 
 
 @contextmanager
@@ -203,21 +206,21 @@ def fresh_modes(*, inference: bool) -> Iterator[None]:
 
 
 class WorkerLane(Lane):
-    """The CPU lane: one thread that takes operations first in, first out, while backward goes on.
+    """The CPU lane: one thread that runs tasks first in, first out, while backward goes on.
 
     Gloo's collectives block their caller; gloo releases the GIL.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._queue: SimpleQueue[tuple[Operation, Task, Work] | threading.Event | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[Task, Pending] | threading.Event | None] = SimpleQueue()
         # A daemon: a peer that never answers must not keep this process from exiting.
-        self._thread = threading.Thread(target=self._serve, name="commopt-lane", daemon=True)
+        self._thread = threading.Thread(target=self._run_queue, name="commopt-lane", daemon=True)
         self._thread.start()
 
-    def _start(self, operation: Operation, task: Task, handle: Work, tensors: Sequence[Tensor]) -> Work:
-        self._queue.put((operation, task, handle))  # `task` itself keeps `tensors` alive
-        return handle
+    def _start(self, task: Task, pending: Pending, tensors: Sequence[Tensor]) -> Pending:
+        self._queue.put((task, pending))  # `task` itself keeps `tensors` alive
+        return pending
 
     def close(self) -> bool:
         """Finish what was submitted and end the thread, as Lane.close."""
@@ -232,12 +235,12 @@ class WorkerLane(Lane):
         while not ended.wait(_LOOK_S) and self._thread.is_alive():  # it may have been closed before
             pass
 
-    def _serve(self) -> None:
+    def _run_queue(self) -> None:
         self._own.busy = True
         while (item := self._queue.get()) is not None:
             if isinstance(item, threading.Event):
                 item.set()
                 continue
-            operation, task, handle = item
-            handle.settle(self._run(operation, task, handle))
-            del item, operation, task, handle  # keep no tensor alive while idle
+            task, pending = item
+            pending.finish(self._run(task, pending))
+            del item, task, pending  # keep no tensor alive while idle

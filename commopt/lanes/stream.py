@@ -13,7 +13,7 @@ from torch import Tensor
 
 from commopt.errors import LaneError
 from commopt.groups import Membership, close_together, joined
-from commopt.lanes.lane import Lane, Operation, Task, Work
+from commopt.lanes.lane import Lane, Pending, Task
 
 _WATCH_PERIOD_S = 0.5
 _CLOSE_TIMEOUT_S = 5.0
@@ -40,22 +40,22 @@ class StreamLane(Lane):
         self._watcher = threading.Thread(target=self._watch, name="commopt-watch", daemon=True)
         self._watcher.start()
 
-    def _start(self, operation: Operation, task: Task, handle: Work, tensors: Sequence[Tensor]) -> Work:
+    def _start(self, task: Task, pending: Pending, tensors: Sequence[Tensor]) -> Pending:
         """Launch `task`; a failure of the launch raises here, in the submitting thread."""
         with self._order:
             self._own.busy = True
             try:
-                handle.hold_back(self._stream)
+                pending.delay(self._stream)
                 for tensor in tensors:
                     tensor.record_stream(self._stream)  # its memory may be freed by a stream that is ahead of the lane
                 with torch.cuda.stream(self._stream):
-                    error = self._run(operation, task, handle)
-                    handle.settle(error)
+                    error = self._run(task, pending)
+                    pending.finish(error)
             finally:
                 self._own.busy = False
         if error is not None:
             raise self._anew(error)
-        return handle
+        return pending
 
     def _anew(self, error: LaneError) -> LaneError:
         return LaneError(f"{error}\n{_RECOVERY}")

@@ -21,7 +21,7 @@ from commopt.aggregate import Aggregator, Flat
 from commopt.errors import ConfigurationError
 from commopt.feedback import ExactSample, Layout
 from commopt.groups import Team
-from commopt.lanes import Work
+from commopt.lanes import Pending
 from commopt.recording import Recorder
 from commopt.schedule import reducer
 from commopt.schedule.candidates import available, local_messages
@@ -95,11 +95,9 @@ class Controller:
         self._strategies: Mapping[str, Aggregator] = {}
         self._coordinator: Coordinator | None = None  # where plans are made
         self._point: SyncPoint | None = None  # the last one
-        self._pending: Work | None = None  # its decision, on the lane
+        self._pending: Pending | None = None  # its decision, on the lane
         self._recorder = StepRecorder(recorder, layouts.parameters, self._first_window(0))
         self._buckets: list[Layout] = []  # DDP's, in the last whole step
-        self._shown: list[Layout] = []  # and in the one under way
-        self._gradients: list[Tensor] = []
         self._settled = False  # whether the last two steps had the same buckets
         self._of_ddp = reducer.ReducerBuckets(layouts.parameters)
 
@@ -238,23 +236,18 @@ class Controller:
 
     def begin_step(self, step: int) -> None:
         """Adopt what was decided if there was no forward to do it, and record the steps of a window."""
-        self._shown = []
-        self._gradients = []
+        self.require_repeatable(step)
         if self.phase is Phase.SYNCHRONISING:
             self._adopt()
         if self.phase in _PLANNING:
             self._recorder.begin_step(step)
 
-    def add_bucket(self, layout: Layout, buffer: Tensor) -> None:
-        """Take note of DDP's next bucket of the step under way."""
-        self._shown.append(layout)
-        if self.phase in _PLANNING:
-            self._gradients.append(buffer)
-
     def end_step(
         self,
         step: int,
         device: torch.device,
+        buckets: list[Layout],
+        gradients: Sequence[Tensor],
         overhead_us: float,
         shadow: ExactSample | None = None,
     ) -> SyncPoint | None:
@@ -262,11 +255,12 @@ class Controller:
 
         Every rank must put `SyncPoint.decide` on the lane, and pass its pending result to `synchronise`.
 
+        buckets, gradients: those of the step, in order.
         overhead_us: the cost of the hook on the host for each bucket.
         shadow: see SyncPoint.
         """
-        self._settled = self._shown == self._buckets
-        self._buckets, gradients, self._gradients = self._shown, self._gradients, []
+        self._settled = buckets == self._buckets
+        self._buckets = buckets
         if self._of_ddp.wanted and self._of_ddp.say_why_not() and self._of_ddp.sees_forwards:
             self._of_ddp.wanted = ()  # a rank without data, in join(), has seen no forward yet
         if self.phase not in _PLANNING:
@@ -303,7 +297,7 @@ class Controller:
             return False
         return (step + 1 - shadow.first_step) % LOOK_EVERY_STEPS == 0
 
-    def synchronise(self, pending: Work) -> None:
+    def synchronise(self, pending: Pending) -> None:
         """Adopt the decision of the last synchronisation point before the next step. pending: it, on the lane."""
         self._pending = pending
         self.phase = Phase.SYNCHRONISING

@@ -17,12 +17,12 @@ from torch import nn
 
 from commopt import lanes
 from commopt.aggregate import Aggregator
+from commopt.aggregate.base import call
 from commopt.attached.checks import warn_of_unknown_scaler
 from commopt.attached.options import AttachOptions
 from commopt.attached.registration import Registration
 from commopt.errors import ConfigurationError, MismatchError, TransportError
-from commopt.feedback import Layout
-from commopt.groups import WireBytes
+from commopt.feedback import Layout, ResidualStore
 from commopt.lanes import LaneClient
 from commopt.recording import MessageRecorder
 from commopt.schedule import Layouts
@@ -38,18 +38,33 @@ _ALIKE = (
 
 
 @dataclass(eq=False)
-class Sequel:
-    """What ranks send one another in a backward, one message after the other.
+class MessageOrder:
+    """The order of the messages of a backward, which must be the same on all ranks of `client`.
 
-    last: of the messages of the backward under way. known: which came after which, seen to be alike on all ranks.
+    last: the last message of the current backward, None before the first.
+    known: pairs of messages that followed each other on all ranks.
     """
 
     client: LaneClient
     last: Layout | None = None
     known: set[tuple[Layout | None, Layout | None]] = field(default_factory=set)
 
+    @contextmanager
+    def turn(self, layout: Layout, store: ResidualStore) -> Iterator[None]:
+        """Compare the message of `layout` with the other ranks' before it is sent; for the lane.
+
+        At its end look at its results, since FSDP may change or free them. A TransportError says why a rank may be
+        missing.
+        """
+        try:
+            self.follow(layout)
+            yield
+            store.transaction.check_results()
+        except TransportError as error:
+            raise TransportError(f"{error}\nIf a rank did not come here: {_ALIKE[0].lower()}{_ALIKE[1:]}") from error
+
     def follow(self, layout: Layout | None) -> None:
-        """Compare, on the lane, which message (None: the end) comes after which, the first time it does.
+        """Compare, on the lane, which message (None: the end) follows which, the first time it does.
 
         FSDP sends nothing for a group without gradients. Were that so on some ranks only, they would wait for each
         other, or add up gradients of different layers. Raises MismatchError then.
@@ -66,15 +81,6 @@ class Sequel:
         self.last = layout
 
 
-@contextmanager
-def told_why_ranks_wait() -> Iterator[None]:
-    """Add to a TransportError why a rank may not have come."""
-    try:
-        yield
-    except TransportError as error:
-        raise TransportError(f"{error}\nIf a rank did not come here: {_ALIKE[0].lower()}{_ALIKE[1:]}") from error
-
-
 def _sharding_of(group: ParameterGroup) -> str:
     """Return how a group is sharded, in words that are alike on all ranks."""
     ranks = [] if group.shards is None else sorted(dist.get_process_group_ranks(group.shards))
@@ -84,7 +90,7 @@ def _sharding_of(group: ParameterGroup) -> str:
 
 @dataclass(frozen=True)
 class Request:
-    """What `attach` was asked for; options: `checked` ones. groups: those of `model` to reduce."""
+    """A call of `attach`. options: `checked` ones. groups: those of `model` to reduce."""
 
     options: AttachOptions
     aggregator: Aggregator
@@ -93,7 +99,7 @@ class Request:
 
 
 class Backwards(Registration):
-    """What registrations of FSDP2 have in common: reductions are numbered, and `end` ends every backward.
+    """The common part of FSDP2's registrations: reductions are numbered, and `end` ends every backward.
 
     `steps` are backwards in which anything was averaged. deferred: how many reductions backward did not wait for.
     """
@@ -114,15 +120,14 @@ class Backwards(Registration):
         super().__init__(asked.options, asked.aggregator, self._layouts.parameters, numels)
         self.sharding = str(sorted({_sharding_of(group) for group in self.groups}))
         self.store.transaction.per_step &= bool(asked.aggregator.residual_paths)  # else there is nothing to commit
-        self._drops_with: LaneClient | None = None  # who drops a step together, and does not see it by itself
-        self._verdicts = 0  # exchanged with them
+        self._drops_with: LaneClient | None = None  # ranks that drop a step together, and must tell each other
         self._number: int | None = None  # of the next reduction of the backward under way
         self._undo: list[Callable[[], None]] = []  # what makes the model FSDP's own again
 
     @property
     @abstractmethod
-    def _sequels(self) -> Collection[Sequel]:
-        """One for all ranks that this one sends gradients to, or for each group of them."""
+    def _orders(self) -> Collection[MessageOrder]:
+        """The order of messages among the ranks that this one sends gradients to: one for each group of them."""
 
     def _watch(self) -> None:
         self._undo.append(watch_backwards(self._model, self.end, self.give_up))
@@ -174,23 +179,25 @@ class Backwards(Registration):
         self.recorder.compute_ends()
         if self.reduced_steps == 0 and self.scaler is None and self.keeps_residuals:
             warn_of_unknown_scaler()
+        if self._drops_with is not None:
+            team = self._drops_with.team
+            self.sent.count_calls("verdict", lambda: call(team, "all_reduce", _VERDICT_NBYTES), team)
         # After all that backward has sent, on the same lane, so nothing else has to be waited for.
-        self.client.run(self._settle, _END, self.device).wait()
+        self.client.run(self._commit, _END, self.device).wait()
         self.steps += 1
         self.reduced_steps += 1
         for log in self.logs:
             log()
 
-    def _settle(self) -> None:
-        for sequel in self._sequels:
-            if sequel.last is not None:
-                sequel.follow(None)
+    def _commit(self) -> None:
+        for order in self._orders:
+            if order.last is not None:
+                order.follow(None)
         if self._drops_with is not None:
             fine = torch.ones(1, dtype=torch.bool, device=self.device)
             flags = [flag.reshape(1) for flag in self.store.transaction.check_results()]
             broken = (~torch.stack([fine, *flags]).all(0)).float()
             self._drops_with.team.all_reduce(broken)
-            self._verdicts += 1
             self.store.transaction.flags.append(broken[0] == 0)
         self.store.transaction.end_bucket((), last=True)
 
@@ -200,18 +207,11 @@ class Backwards(Registration):
         self.client.run(self._forget, "the end of a backward that was given up", self.device).wait()
 
     def _forget(self) -> None:
-        for sequel in self._sequels:
-            sequel.last = None
+        for order in self._orders:
+            order.last = None
         self.store.transaction.begin_step()
 
     @property
     def title(self) -> str:
         """The name of the model's class, as the user gave it."""
         return type(self._model).__name__.removeprefix("FSDP")
-
-    def wire_bytes(self) -> WireBytes:
-        """Return the payload this rank has sent: here verdicts, rounds of a LocalSGD, and what nobody could foresee."""
-        sent = self.store.beside if self.averages is None else self.store.beside + self.averages.sent
-        if self._drops_with is None:
-            return sent
-        return sent + self._drops_with.team.wire.all_reduce(_VERDICT_NBYTES) * self._verdicts

@@ -13,7 +13,7 @@ from commopt.feedback import Layout, Piece, Spans, joined_spans
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank has of a parameter: `here` of its whole `shape`, cut along `dim`, in `padded` elements of a buffer.
+    """One rank's part of a parameter: `here` of its whole `shape`, cut along `dim`, in `padded` elements of a buffer.
 
     Beside tensor parallelism `shape` is what that leaves to this rank.
     """

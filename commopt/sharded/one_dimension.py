@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FSDP2 over all ranks, a 1-D mesh: what replaces its collectives, and what a checkpoint holds."""
+"""`OneDimension`: FSDP2 over all ranks, a 1-D mesh. It replaces FSDP's collectives, and has its checkpoints."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from time import perf_counter_ns
 from typing import Any
@@ -13,20 +13,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commopt.aggregate import Aggregator, Call, context_for
-from commopt.aggregate.base import Action
+from commopt.aggregate import Aggregator
 from commopt.attached.checks import REDUCIBLE
-from commopt.attached.reduction import loss_scale_of
+from commopt.attached.reduction import Reduction, Step
 from commopt.errors import ConfigurationError, UnsupportedTensorError
 from commopt.feedback import Layout, ResidualStore, spread
 from commopt.feedback.checkpoint import field, refuse
 from commopt.groups import WireBytes
 from commopt.groups.team import all_gather_single
 from commopt.lanes import LaneClient
-from commopt.recording import MessageRecorder, running
 from commopt.sharded import seams
 from commopt.sharded.all_gather import AllGather, Weights
-from commopt.sharded.backwards import Backwards, Request, Sequel, told_why_ranks_wait
+from commopt.sharded.backwards import Backwards, MessageOrder, Request
 from commopt.sharded.layouts import require_length
 from commopt.sharded.reduce_scatter import ReduceScatter
 from commopt.sharded.seams import ParameterGroup
@@ -42,12 +40,10 @@ class OneDimension(Backwards):
     def __init__(self, asked: Request) -> None:
         super().__init__(asked)
         self.gathers: dict[ParameterGroup, AllGather] = {}
-        self._sent = WireBytes()
-        self._known: dict[object, WireBytes] = {}
 
     @property
-    def _sequels(self) -> Collection[Sequel]:
-        return (self._sequel,)
+    def _orders(self) -> Collection[MessageOrder]:
+        return (self._order,)
 
     def _begin(self, aggregator: Aggregator, client: LaneClient) -> None:
         team, membership = client.team, client.membership
@@ -58,7 +54,7 @@ class OneDimension(Backwards):
         assert shards is not None
         order = tuple(dist.get_group_rank(shards, rank) for rank in membership.ranks)
         super()._begin(aggregator, client)
-        self._sequel = Sequel(client)
+        self._order = MessageOrder(client)
         self._drops_with = client if self.store.transaction.per_step else None
         self._scatter = ReduceScatter(self._layouts.resolved(aggregator), team, order)
         if self.weights is not None and team.node_count > 1:
@@ -92,16 +88,33 @@ class OneDimension(Backwards):
         if source.dtype not in REDUCIBLE:
             raise UnsupportedTensorError(f"gradients are {source.dtype}, which commopt does not add up")
         require_length(parts, output.numel())
-        self._is_first(source.device)
-        number, recorded = self._next(_whole(parts), source.nbytes)
-        task = _Reduction(self, self.steps, number, output, source, parts, scale, divided, self.scaler, recorded)
-        work = client.submit(task, task, output, (source,), numel=source.numel())
-        phase = self._scatter.aggregator.phase(self.steps)
-        self._count((parts, source.dtype, phase), lambda: self._scatter.calls(parts, source.dtype, self.steps))
+        if self._is_first(source.device):
+            self.step = Step(self.steps, self.store, self.scaler)
+        whole, step, scatter = _whole(parts), self.step, self._scatter
+        number, recorded = self._next(whole, source.nbytes)
+        reduction = Reduction(
+            output,
+            scatter.layout(parts),
+            step,
+            scatter.aggregator,
+            client.team,
+            number,
+            last=False,
+            title=f"gradients of {whole.title}",
+            scale=scale,
+            unit=divided,
+            source=source,
+            scatter=partial(scatter, parts=parts),
+            turn=self._order.turn(whole, self.store),
+            recorded=recorded,
+        )
+        pending = reduction.submit(client, self.sent)
+        key = parts, source.dtype, scatter.aggregator.phase(self.steps)
+        self.sent.count_calls(key, partial(scatter.calls, parts, source.dtype, self.steps), client.team)
         if group.may_wait(output):
             self.deferred += 1
         else:
-            work.wait()
+            pending.wait()
         self.hook_calls += 1
         self.hook_ns += perf_counter_ns() - entered_ns
 
@@ -114,11 +127,11 @@ class OneDimension(Backwards):
         backward = seams.is_before_backward(group) or torch._C._current_graph_task_id() != -1
         crosses = gather.copy is None or not backward
         exact, again = crosses and gather.is_exact_next, crosses and gather.base is not None
+        dtype, team = output.dtype, self.client.team
         if again:
-            self._count((group, output.dtype, "base"), lambda: gather.calls(output.dtype, exact=True)[:1])
-        self._count(
-            (group, output.dtype, crosses, exact), lambda: gather.calls(output.dtype, crosses=crosses, exact=exact)
-        )
+            self.sent.count_calls((group, dtype, "base"), lambda: gather.calls(dtype, exact=True)[:1], team)
+        key = group, dtype, crosses, exact
+        self.sent.count_calls(key, partial(gather.calls, dtype, crosses=crosses, exact=exact), team)
 
         def task() -> None:
             gather(output, source, self.store.scratch, crosses=crosses)
@@ -126,25 +139,13 @@ class OneDimension(Backwards):
         self.client.submit(f"weights of {_title(gather.parts)}", task, output, (source,), numel=output.numel()).wait()
 
     def forget_copies(self, *, bases: bool) -> None:
-        """Let second copies be made anew. bases: also those that a checkpoint has brought and nobody has used yet."""
+        """Drop second copies, to be made anew. bases: also those from a checkpoint that no gather has used yet."""
         for gather in self.gathers.values():
             gather.copy = None
             if bases:
                 gather.base = None
 
-    # ------------------------------------------------------------------------------------- accounts
-
-    def _count(self, what: object, describe: Callable[[], tuple[Action, ...]]) -> None:
-        known = self._known.get(what)
-        if known is None:
-            team = self.client.team
-            calls = [each for each in describe() if isinstance(each, Call)]
-            known = self._known[what] = sum((each.wire_bytes(team) for each in calls), WireBytes())
-        self._sent += known
-
-    def wire_bytes(self) -> WireBytes:
-        """Return the payload this rank has sent."""
-        return super().wire_bytes() + self._sent
+    # ------------------------------------------------------------------------------------- sent bytes, checkpoints
 
     def usual_bytes(self, instead: Aggregator | None = None) -> WireBytes | None:
         """Return the mean payload of a step, weights and all; None for what would average in the place of this."""
@@ -170,11 +171,11 @@ class OneDimension(Backwards):
                 refuse("a row of copies", row, f"None, or floats of shape [{numel}]")
         return rows, [row is not None for row in rows]
 
-    def go_on(
+    def resume(
         self, store: ResidualStore, steps: int, buffers: Sequence[Layout], numels: Mapping[str, int], extras: Any
     ) -> None:
-        """Go on from a checkpoint, as Registration.go_on; second copies are as they were then, or made anew."""
-        super().go_on(store, steps, buffers, numels, extras)
+        """Resume from a checkpoint, as Registration.resume; second copies are as they were then, or made anew."""
+        super().resume(store, steps, buffers, numels, extras)
         self.forget_copies(bases=True)
         for row, gather in zip(extras or (), self.gathers.values(), strict=False):
             gather.base = row
@@ -192,50 +193,8 @@ class OneDimension(Backwards):
         store.warm = True
 
 
-@dataclass(eq=False, slots=True)
-class _Reduction:
-    """The lane's work for the gradients of one group, in step `step`, of which they are number `number`."""
-
-    registration: OneDimension
-    step: int
-    number: int
-    output: Tensor
-    source: Tensor
-    parts: Parts
-    scale: float
-    divided: float
-    scaler: Any
-    recorded: MessageRecorder | None
-
-    def __str__(self) -> str:
-        return f"gradients of {_title(self.parts)} by {self.registration.aggregator}"
-
-    def __call__(self) -> None:
-        """Do it."""
-        with told_why_ranks_wait(), running(self.recorded):
-            self._reduce()
-
-    def _reduce(self) -> None:
-        scatter, store, team = self.registration._scatter, self.registration.store, self.registration.client.team
-        self.registration._sequel.follow(_whole(self.parts))
-        if self.number == 0:
-            store.transaction.begin_step()
-        layout, rank = scatter.layout(self.parts), team.ranks[team.rank]
-        context = context_for(scatter.aggregator, layout, team, store, self.step, self.number, rank, self._unit())
-        scatter(self.output, self.source, self.parts, self.scale, context)
-        store.transaction.end_bucket((), last=False)
-
-    def _unit(self) -> Tensor | None:
-        """Return what `.grad` is multiplied by here, None for 1: residuals are in its units."""
-        unit = None if self.scaler is None else loss_scale_of(self.scaler, self.source.device)
-        if self.divided == 1.0:
-            return unit
-        one = torch.ones((), dtype=torch.float32, device=self.source.device) if unit is None else unit
-        return one * self.divided
-
-
-class _Memory:
-    """Where FSDP lets a collective's memory come from."""
+class _Allocator:
+    """Allocates the memory of one of FSDP's collectives."""
 
     def __init__(self, registration: OneDimension, group: ParameterGroup) -> None:
         self._registration = registration
@@ -246,23 +205,23 @@ class _Memory:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class _Scatters(_Memory):
+class _Scatters(_Allocator):
     """Stands in FSDP's place of a reduce-scatter."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """Do it; FSDP's stream waits for it."""
+        """Reduce and scatter; FSDP's stream waits for it."""
         self._registration.reduce(self._group, output_tensor, input_tensor, op)
 
 
-class _Gathers(_Memory):
+class _Gathers(_Allocator):
     """Stands in FSDP's place of an all-gather."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Any:
-        """Do it, or pass on what torch alone can do: bytes, extensions, fewer ranks (reshard_after_forward=8)."""
+        """Gather, or let torch: bytes, extensions, or fewer ranks (reshard_after_forward=8)."""
         gather = self._registration.gathers[self._group]
         if group.size() == gather.team.size and gather.takes(output_tensor, input_tensor):
             self._registration.gather(self._group, output_tensor, input_tensor)
@@ -295,7 +254,7 @@ def _title(parts: Parts) -> str:
 
 
 def require_attachable(groups: Sequence[ParameterGroup], weights: object) -> None:
-    """Raise ConfigurationError for a model, or weights, that OneDimension cannot serve."""
+    """Raise ConfigurationError for a model, or weights, that OneDimension does not support."""
     seams.require_collectives(groups)
     meshes = [tuple(dist.get_process_group_ranks(group.shards)) for group in groups]
     if len(set(meshes)) > 1:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
 from time import perf_counter_ns
@@ -15,35 +14,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commopt.aggregate import Aggregator, LocalSGD
+from commopt.aggregate import LocalSGD
 from commopt.attached.checks import warn_of_untested_torch
 from commopt.attached.local_sgd import ParameterAverages
-from commopt.attached.reduction import Reduction, Step, Traffic
+from commopt.attached.reduction import Reduction, Step
 from commopt.errors import ConfigurationError
 from commopt.feedback import Layout, ResidualStore, Spans, is_average, spread
-from commopt.groups import Membership, WireBytes
-from commopt.lanes import LaneClient, Work
-from commopt.sharded.backwards import Backwards, Request, Sequel, told_why_ranks_wait
+from commopt.groups import Membership
+from commopt.lanes import LaneClient, Pending
+from commopt.sharded.backwards import Backwards, MessageOrder, Request
 from commopt.sharded.layouts import layout_of, require_length
 from commopt.sharded.seams import ParameterGroup, reshard_between_steps
 
 
-@dataclass(eq=False)
-class Replicas(Sequel):
-    """The ranks that hold the same shard as this one, and what they have sent one another."""
-
-    traffic: Traffic = field(default_factory=Traffic)
-
-
 class ShardedRegistration(Backwards):
-    """Averages what FSDP leaves to it: `reduce` is called with each buffer, `end` after each backward.
+    """Averages the buffers that FSDP leaves to it: `reduce` is called with each, `end` after each backward.
 
-    replicas: by their process group.
+    replicas: the ranks with the same shard as this one, by their process group.
     """
 
     def __init__(self, asked: Request) -> None:
         super().__init__(asked)
-        self.replicas: dict[dist.ProcessGroup | None, Replicas] = {}
+        self.replicas: dict[dist.ProcessGroup | None, MessageOrder] = {}
         self._clients: list[LaneClient] = []
         self._of_gradients: ResidualStore | None = None
         self._known: dict[tuple[int, ...], tuple[Layout, Spans]] = {}
@@ -51,7 +43,7 @@ class ShardedRegistration(Backwards):
         self._sent_before = False  # whether any was in an earlier backward than the one under way
 
     @property
-    def _sequels(self) -> Collection[Sequel]:
+    def _orders(self) -> Collection[MessageOrder]:
         return self.replicas.values()
 
     # ------------------------------------------------------------------------------------- the other ranks
@@ -70,7 +62,7 @@ class ShardedRegistration(Backwards):
             everyone = self._join(_all_ranks(self.groups), problem, **facts, **self.options.compared())
             try:
                 for group in dict.fromkeys(group.replicas for group in self.groups):
-                    self.replicas[group] = Replicas(self._join(group))
+                    self.replicas[group] = MessageOrder(self._join(group))
                 for replicas in self.replicas.values():
                     aggregator.check(replicas.client.team)
                 if isinstance(aggregator, LocalSGD):
@@ -175,7 +167,7 @@ class ShardedRegistration(Backwards):
     # ------------------------------------------------------------------------------------- every backward
 
     def reduce(self, group: ParameterGroup, buffer: Tensor) -> None:
-        """Average one buffer over the replicas, in place: now, or where nobody can tell by the end of backward."""
+        """Average one buffer over the replicas, in place: now, or by the end of backward if FSDP does not notice."""
         entered_ns = perf_counter_ns()
         if (kept := group.take_partial(buffer)) is not None:
             buffer += kept
@@ -194,11 +186,11 @@ class ShardedRegistration(Backwards):
         if self._resolved.adam is not None:
             self._require_one_message(layout)
         if layout.numel:
-            work = self._send(group, buffer, layout, spans)
+            pending = self._send(group, buffer, layout, spans)
             if group.may_wait(buffer):
                 self.deferred += 1
             else:
-                work.wait()
+                pending.wait()
         self.hook_calls += 1
         self.hook_ns += perf_counter_ns() - entered_ns
 
@@ -231,31 +223,26 @@ class ShardedRegistration(Backwards):
             known = self._known[group.key] = layout_of(parts, group.shard_rank, group.shard_count)
         return known
 
-    def _send(self, group: ParameterGroup, buffer: Tensor, layout: Layout, spans: Spans) -> Work:
-        replicas, step = self.replicas[group.replicas], self.step
+    def _send(self, group: ParameterGroup, buffer: Tensor, layout: Layout, spans: Spans) -> Pending:
+        order, step = self.replicas[group.replicas], self.step
         number, recorded = self._next(layout, layout.numel * buffer.element_size())
-        divided = group.divided_later(buffer.dtype)
-        if divided != 1.0:
-            step = Step(step.number, step.store, _Unit(self.scaler, divided))
-        team = replicas.client.team
-        scale = 1.0 if group.sums else None
-        reduction = Reduction(buffer, layout, number, False, step, self._resolved, team, None, recorded, scale)
-        message = _Message(reduction, spans, replicas)
-        work = replicas.client.submit(message, message, buffer, numel=layout.numel)
-        replicas.traffic.count(self._resolved, layout, buffer.dtype, buffer.device, step.number)
-        return work
-
-    def wire_bytes(self) -> WireBytes:
-        """Return the payload this rank has sent, to its replicas but for verdicts."""
-        sent = super().wire_bytes()
-        for replicas in self.replicas.values():
-            sent += replicas.traffic.wire_bytes(replicas.client.team)
-        return sent
-
-    def usual_bytes(self, instead: Aggregator | None = None) -> WireBytes | None:
-        """Return the payload this rank sends its replicas in a step like the last one, as Registration.usual_bytes."""
-        usual = [each.traffic.usual(each.client.team, instead) for each in self.replicas.values()]
-        return sum(usual, WireBytes())
+        assert step.store is not None
+        reduction = Reduction(
+            buffer,
+            layout,
+            step,
+            self._resolved,
+            order.client.team,
+            number,
+            last=False,
+            title=f"gradients of {layout.title}",
+            scale=1.0 if group.sums else None,
+            unit=group.divided_later(buffer.dtype),
+            spans=() if spans == ((0, buffer.numel()),) else spans,
+            turn=order.turn(layout, step.store),
+            recorded=recorded,
+        )
+        return reduction.submit(order.client, self.sent)
 
     # ------------------------------------------------------------------------------------- checkpoints
 
@@ -281,55 +268,6 @@ class ShardedRegistration(Backwards):
                 store.add(path, layout, values)
         store.factors = everything.factors
         store.warm = True
-
-
-@dataclass(eq=False, slots=True)
-class _Message:
-    """The lane's work for one buffer: the elements in `spans` are averaged, the rest is padding."""
-
-    reduction: Reduction
-    spans: Spans
-    replicas: Replicas
-
-    def __str__(self) -> str:
-        return f"gradients of {self.reduction.layout.title} by {self.reduction.aggregator}"
-
-    def __call__(self) -> None:
-        """Do it."""
-        with told_why_ranks_wait():
-            self._do()
-
-    def _do(self) -> None:
-        reduction, store, buffer = self.reduction, self.reduction.step.store, self.reduction.buffer
-        self.replicas.follow(reduction.layout)
-        if self.spans == ((0, buffer.numel()),):
-            reduction()
-        else:
-            parts = [buffer[begin:end] for begin, end in self.spans]
-            numel, dtype, device = reduction.layout.numel, buffer.dtype, buffer.device
-            reduction.buffer = torch.cat(parts, out=store.scratch.take("without padding", numel, dtype, device))
-            reduction()
-            for part, result in zip(parts, reduction.buffer.split([len(part) for part in parts]), strict=True):
-                part.copy_(result)
-        store.transaction.check_results()  # FSDP may change or free what it was
-
-
-class _Unit:
-    """Stands for a GradScaler where FSDP divides by a factor after the average: residuals are in units of `.grad`."""
-
-    def __init__(self, scaler: Any, factor: float) -> None:
-        self._scaler = scaler
-        self._factor = factor
-
-    def is_enabled(self) -> bool:
-        """Return True: there is a factor."""
-        return True
-
-    @property
-    def _scale(self) -> Tensor:
-        scale = None if self._scaler is None or not self._scaler.is_enabled() else self._scaler._scale
-        one = torch.ones((), dtype=torch.float32, device="cpu")
-        return (one if scale is None else scale) * self._factor
 
 
 def _all_ranks(groups: Sequence[ParameterGroup]) -> dist.ProcessGroup | None:

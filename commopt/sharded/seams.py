@@ -127,17 +127,17 @@ class ParameterGroup:
 
     @property
     def parts(self) -> list[Part]:
-        """What this rank holds of its parameters, in their order."""
+        """This rank's parts of the parameters, in their order."""
         return [self._part(param) for param in self._raw.fsdp_params]
 
     @property
     def parts_with_gradient(self) -> list[Part]:
-        """What the buffer under way holds, one after the other."""
+        """The parts in the current buffer, one after the other."""
         return [self._part(param) for param in self._with_gradient]
 
     @property
     def shards_by_part(self) -> list[tuple[Part, Tensor]]:
-        """What this rank holds of its parameters, with the values: asked anew each time, as FSDP may replace them."""
+        """This rank's parts with their values: asked anew each time, as FSDP may replace them."""
         return [(self._part(param), param.sharded_param.to_local()) for param in self._raw.fsdp_params]
 
     @property
