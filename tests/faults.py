@@ -266,8 +266,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "auto compares nothing with exact averages",
         "commopt/hooks/buckets.py",
-        "self.shadow = ExactSample() if self.controller.watches else None",
-        "self.shadow = None",
+        "self.exact_sample = ExactSample() if self.controller.watches else None",
+        "self.exact_sample = None",
         FALLS_BEHIND,
         ("test_guard",),
     ),

@@ -56,21 +56,21 @@ def both(dense: list[float], owed: list[float]) -> Tensor:
     ],
 )
 def test_what_is_owed_is_counted_in_gradients(samples: list[Tensor], behind: float | None) -> None:
-    shadow = ExactSample()
+    exact_sample = ExactSample()
     for step, exact in enumerate(samples):
-        shadow.add(exact, torch.zeros(2), step, PAIR)
-    assert shadow.steps_behind() == (None if behind is None else pytest.approx(behind))
+        exact_sample.add(exact, torch.zeros(2), step, PAIR)
+    assert exact_sample.steps_behind() == (None if behind is None else pytest.approx(behind))
 
 
 def test_without_feedback_what_samples_lack_adds_up() -> None:
-    shadow, exact, result = ExactSample(every=4), torch.tensor([[1.0, 1.0]]), torch.tensor([1.0, 0.0])
+    exact_sample, exact, result = ExactSample(every=4), torch.tensor([[1.0, 1.0]]), torch.tensor([1.0, 0.0])
     for step in (3, 7, 11):
-        shadow.add(exact, result, step, PAIR)
+        exact_sample.add(exact, result, step, PAIR)
     squares = [(4.0 * turn) ** 2 for turn in (1, 2, 3)]
     weights = [0.75**2, 0.75, 1.0]
     expected = sqrt(sum(w * s for w, s in zip(weights, squares, strict=True)) / (2 * sum(weights)))
-    assert shadow.steps_behind() == pytest.approx(expected)
-    shadow.add(exact, torch.tensor([INF, 0.0]), 15, PAIR)
+    assert exact_sample.steps_behind() == pytest.approx(expected)
+    exact_sample.add(exact, torch.tensor([INF, 0.0]), 15, PAIR)
     again = ExactSample()
     again.add(exact, result, 7, PAIR)
     again.add(torch.ones(1, 5), torch.ones(5), 15, Layout.anonymous(5))  # DDP has other buckets now
@@ -99,8 +99,8 @@ def test_residuals_are_sampled_where_they_lie(numel: int) -> None:
 
 
 def test_buffers_take_turns_in_every_eighth_step() -> None:
-    shadow = ExactSample(first_step=3)
-    taken = [(step, number) for step in range(3 + 5 * EVERY_STEPS) for number in range(3) if shadow.takes(step)]
+    exact_sample = ExactSample(first_step=3)
+    taken = [(step, number) for step in range(3 + 5 * EVERY_STEPS) for number in range(3) if exact_sample.takes(step)]
     assert taken == [(10, 1), (18, 2), (26, 0), (34, 1), (42, 2)]
     assert not any(ExactSample(first_step=16).takes(step) for step in range(16))
 
@@ -126,7 +126,7 @@ def keep_books(rank: int, world_size: int, aggregator: Aggregator, scaled: bool 
 
         for _ in range(2):  # until DDP has made its buckets anew
             training.step()
-        training.comm._registration.shadow = ExactSample(every=1, first_step=2)
+        training.comm._registration.exact_sample = ExactSample(every=1, first_step=2)
         square_owed = square_dense = 0.0
         sums, behind = books()
         lost_before = behind
@@ -177,7 +177,7 @@ def listen_to(rank: int, world_size: int, aggregator: Aggregator, watched: bool)
         if team.level == "world" and primitive == "all_reduce":
             heard.append((training.steps, nbytes))
 
-    training.comm._registration.shadow = ExactSample() if watched else None
+    training.comm._registration.exact_sample = ExactSample() if watched else None
     with overheard(listen):
         for _ in range(STEPS):
             training.step()
@@ -205,17 +205,17 @@ def count_bytes(rank: int, world_size: int) -> tuple[WireBytes, WireBytes, int]:
     strategies[2] = Compressed(DGC(0.25), feedback=None)
     training = Training(rank, world_size, strategies[0])
     registration = training.comm._registration
-    world, registration.shadow = registration.client.team, ExactSample()
+    world, registration.exact_sample = registration.client.team, ExactSample()
     heard, samples, exact = WireBytes(), 0, ExactSample.exact
 
     def listen(team: Team, primitive: str, nbytes: int, roots: list[int]) -> None:
         nonlocal heard
         heard += Call(team.level, primitive, nbytes, *roots).wire_bytes(world)
 
-    def sample(shadow: ExactSample, buffer: Tensor, kept: Tensor | None, team: Team, scale: float) -> Tensor:
+    def sample(exact_sample: ExactSample, buffer: Tensor, kept: Tensor | None, team: Team, scale: float) -> Tensor:
         nonlocal samples
         samples += 1
-        return exact(shadow, buffer, kept, team, scale)
+        return exact(exact_sample, buffer, kept, team, scale)
 
     path, controller = registration, registration.controller
     send = path._send
@@ -252,7 +252,7 @@ def learn(rank: int, world_size: int, strategy: str, optimizer: str) -> float:
     training = GPT.start(optimizer, 0, torch.device("cpu"), Entry(strategy))
     state = commopt.attach(training.model, strategy)
     registration: Any = state._registration
-    registration.shadow = ExactSample()
+    registration.exact_sample = ExactSample()
     for _ in range(49):
         training.step()
     found: float = state.stats()["steps_behind"]

@@ -153,7 +153,7 @@ def freeze_early(
     with changing():
         ddp.register_comm_hook(state, commopt.PRESETS["flat"] if aggregator is None else commopt.hook)
         steps(ddp, rank, 8)
-    return state.stats()["steps"], len(state.decisions), state._registration.shadow is not None
+    return state.stats()["steps"], len(state.decisions), state._registration.exact_sample is not None
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ class Liar:
             "kind": "join",
             "version": __version__,
             "settings": ones.settings.as_text(),
-            "parcels": [[["weight", [WIDTH, WIDTH], "torch.float32"], ["bias", [WIDTH], "torch.float32"]]],
+            "buckets": [[["weight", [WIDTH, WIDTH], "torch.float32"], ["bias", [WIDTH], "torch.float32"]]],
             **changed,
         }
         self.round = self.number = 0
@@ -273,7 +273,7 @@ def test_random_bytes_are_no_delta_that_loses_the_model(compressor: Compressor, 
 
 def bad_facts() -> Iterator[dict[str, Any]]:
     good_settings = ParameterServer().as_text()
-    for name in ("settings", "parcels", "version"):
+    for name in ("settings", "buckets", "version"):
         values: tuple[Any, ...] = (None, 1, "x", [], {}, [[]], [1], [[["weight", [1], "torch.float32"]] * 2])
         yield from ({name: value} for value in values)
     odd = ("exit(3)", "[" * 1500, "9" * 1900, "OneBit(block=0)", "OneBit(**{'a': 1})", "None()", "", "x" * 3000)
@@ -281,11 +281,11 @@ def bad_facts() -> Iterator[dict[str, Any]]:
         yield {"settings": {**good_settings, "compressor": value}}
     yield {"settings": {**good_settings, "period": "10**10**10"}}
     for shape in ([-1], [True], [1.5], ["1"], [2**60], [2**30, 2**30], [1] * 100, None, [WIDTH + 1, WIDTH]):
-        yield {"parcels": [[["weight", shape, "torch.float32"]]]}
+        yield {"buckets": [[["weight", shape, "torch.float32"]]]}
     float32 = "torch.float32"
     for entry in (["weight", [1]], ["weight", [1], "torch.float64"], [1, [1], float32], ["", [1], float32], 5):
-        yield {"parcels": [[entry]]}
-    yield {"parcels": [[["x" * 5000, [1], "torch.float32"]]]}
+        yield {"buckets": [[entry]]}
+    yield {"buckets": [[["x" * 5000, [1], "torch.float32"]]]}
 
 
 def test_who_joins_with_nonsense_is_refused(ones: Good) -> None:

@@ -147,7 +147,7 @@ def load(read: Callable[[], object], registration: Registration) -> None:
         loaded, facts = _fill(store, read(), registration)
     except ConfigurationError as error:
         problem = str(error)
-    except Exception as error:  # whatever it is, the other ranks must hear of it
+    except Exception as error:  # whatever it is, the other ranks must learn of it
         problem = f"the checkpoint cannot be read ({error!r}); load what state_dict() returned, or start without it"
     answers = registration.client.agree("load_state_dict", refused=problem, **dict[str, Any](facts)).wait()
     _require_no_problem({rank: str(each["refused"]) for rank, each in zip(membership.ranks, answers, strict=True)})

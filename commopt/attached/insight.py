@@ -44,7 +44,7 @@ def timeline_of(
     try:
         if file is not None and all_ranks.team.rank == 0:
             write(timeline, Path(file))
-    except Exception as error:  # whatever it is, the other ranks wait to hear of it
+    except Exception as error:  # whatever it is, the other ranks wait for the news
         reason = getattr(error, "strerror", None) or repr(error)
         problem = f"{file} cannot be written: {reason}; pass another file, or make room for it"
     say = partial(broadcast_bytes, all_ranks.team, problem.encode(), 0)

@@ -31,13 +31,13 @@ _DIGESTED_AT_ONCE = 2**24  # elements, which are made int64 for it
 
 @dataclass(eq=False)
 class _Flight:
-    """A parcel on its way.
+    """A bucket on its way.
 
-    values: once `pending` has ended, put into the parcel, or with `adds` added to it.
+    values: once `pending` has ended, put into the bucket, or with `adds` added to it.
     agreement: that all ranks have come to this round; None for values from a checkpoint.
     """
 
-    parcel: ParameterBucket
+    bucket: ParameterBucket
     values: Tensor
     adds: bool
     agreement: Agreement | None = None
@@ -172,7 +172,7 @@ class ParameterAverages:
                 self._drop_anchor(client, agreement)
             for fragment in leave:
                 self._underway[fragment] = [
-                    self._send(client, parcel, by, number, agreement) for parcel, by in self._parcels(fragment)
+                    self._send(client, bucket, by, number, agreement) for bucket, by in self._buckets(fragment)
                 ]
         for fragment in land:
             self._land(fragment)
@@ -189,12 +189,12 @@ class ParameterAverages:
         for fragment in list(self._underway):
             self._land(fragment)
         flights = [
-            self._send(client, parcel, self._average.exact, 0, agreement, adds=False)
-            for parcel in parameter_buckets({**self._read(), **self._buffers()}, self._pieces)
+            self._send(client, bucket, self._average.exact, 0, agreement, adds=False)
+            for bucket in parameter_buckets({**self._read(), **self._buffers()}, self._pieces)
         ]
         self._before_write()
         for flight in flights:
-            flight.parcel.put(flight.end())
+            flight.bucket.put(flight.end())
         self.times += 1
         self._averaged_at = self.steps
 
@@ -244,11 +244,11 @@ class ParameterAverages:
         average, alone, by = self._average, client.team.intra, self._average.parameters
         flights = []
         for fragment in range(average.fragments):
-            for parcel in parameter_buckets(self._tensors(fragment), self._pieces):
-                values = parcel.values(copy=True)
+            for bucket in parameter_buckets(self._tensors(fragment), self._pieces):
+                values = bucket.values(copy=True)
                 if alone is not None and alone.rank > 0:  # the sum over a node is to be what one rank holds, exactly
                     values.zero_()
-                flight = _Flight(parcel, values, adds=False, agreement=agreement)
+                flight = _Flight(bucket, values, adds=False, agreement=agreement)
                 flights.append(self._submit(client, flight, by, 0, 1.0))
         for flight in flights:
             flight.end()
@@ -257,7 +257,7 @@ class ParameterAverages:
     def _send(
         self,
         client: LaneClient,
-        parcel: ParameterBucket,
+        bucket: ParameterBucket,
         by: Aggregator,
         number: int,
         agreement: Agreement,
@@ -266,15 +266,15 @@ class ParameterAverages:
         average = self._average
         if adds is None:
             adds = average.delay > 0 or average.merge < 1
-        flight = _Flight(parcel, parcel.values(copy=adds), adds, agreement)
+        flight = _Flight(bucket, bucket.values(copy=adds), adds, agreement)
         # Over all ranks though those of a node agree: in DDP's join() they may not, and inside a node it is cheap.
         return self._submit(client, flight, by, number, 1.0 / client.team.size)
 
     def _submit(self, client: LaneClient, flight: _Flight, by: Aggregator, number: int, scale: float) -> _Flight:
-        """Queue the message of a flight, of round `number` of its parcel."""
+        """Queue the message of a flight, of round `number` of its bucket."""
         values, agreement = flight.values, flight.agreement
         assert agreement is not None  # nothing is sent without one
-        layout = flight.parcel.layout
+        layout = flight.bucket.layout
         layout = self._layouts.setdefault(layout, layout)  # one object for all rounds
         base = values.clone() if flight.adds else None
         step = Step(number, self._store if by.residual_paths else None)
@@ -292,19 +292,19 @@ class ParameterAverages:
         for flight in flights:
             values = flight.end()
             if flight.adds:
-                flight.parcel.add(values, self._average.merge)
+                flight.bucket.add(values, self._average.merge)
             else:
-                flight.parcel.put(values)
+                flight.bucket.put(values)
         self.times += bool(flights)
 
-    def _parcels(self, fragment: int) -> list[tuple[ParameterBucket, Aggregator]]:
+    def _buckets(self, fragment: int) -> list[tuple[ParameterBucket, Aggregator]]:
         """Return what travels in a round, and by what: buffers with the last fragment, always exactly."""
         average, tensors, pieces = self._average, self._tensors(fragment), self._pieces
         buffers = self._buffers() if fragment == average.fragments - 1 else {}
         if average.parameters is average.exact:
-            return [(parcel, average.exact) for parcel in parameter_buckets({**tensors, **buffers}, pieces)]
-        own = [(parcel, average.parameters) for parcel in parameter_buckets(tensors, pieces)]
-        return [*own, *((parcel, average.exact) for parcel in parameter_buckets(buffers, pieces))]
+            return [(bucket, average.exact) for bucket in parameter_buckets({**tensors, **buffers}, pieces)]
+        own = [(bucket, average.parameters) for bucket in parameter_buckets(tensors, pieces)]
+        return [*own, *((bucket, average.exact) for bucket in parameter_buckets(buffers, pieces))]
 
     def _tensors(self, fragment: int) -> Named:
         everything = self._read()
@@ -329,7 +329,7 @@ class ParameterAverages:
         self.optimizer_steps.update()
         underway: dict[str, Tensor] = {}
         for flight in (flight for flights in self._underway.values() for flight in flights):
-            parts = flight.parcel.parts(flight.end())
+            parts = flight.bucket.parts(flight.end())
             underway |= {name: part.detach().to("cpu", copy=True) for name, part in parts.items()}
         differ = self.client is not None and self.client.team.node_count > 1
         counted = {"steps": self.steps, "parameters": _digest(self._read()) if differ else ""}
@@ -340,12 +340,12 @@ class ParameterAverages:
         anchored, values = field(saved, "anchored", bool, "rounds"), dict(field(saved, "underway", dict, "rounds"))
         underway: Underway = {}
         for fragment in range(self._average.fragments):
-            for parcel, _ in self._parcels(fragment):
-                if values.keys().isdisjoint(parcel.tensors):
+            for bucket, _ in self._buckets(fragment):
+                if values.keys().isdisjoint(bucket.tensors):
                     continue
-                parts = [_part(values.pop(name, None), name, tensor) for name, tensor in parcel.tensors.items()]
-                joined = torch.cat([each.reshape(-1).to(parcel.device, parcel.dtype) for each in parts])
-                underway.setdefault(fragment, []).append(_Flight(parcel, joined, adds=True))
+                parts = [_part(values.pop(name, None), name, tensor) for name, tensor in bucket.tensors.items()]
+                joined = torch.cat([each.reshape(-1).to(bucket.device, bucket.dtype) for each in parts])
+                underway.setdefault(fragment, []).append(_Flight(bucket, joined, adds=True))
         if values:
             refuse("a name in rounds['underway']", next(iter(values)), "one of the model's")
         left_as = required(saved.get("parameters", ""), str, "rounds['parameters']")

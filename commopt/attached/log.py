@@ -64,7 +64,7 @@ class StepLog:
             require_whole(every, 1, "log_to: every")
             if everyone.team.rank == 0:
                 self._write = make()
-        except Exception as error:  # of this rank alone, perhaps: the others wait to hear of it
+        except Exception as error:  # perhaps of this rank alone: the others wait for the news
             problem = error
         answers = registration.client.agree("log_to", problem, every=every).wait()
         require_equal(everyone.ranks, answers, ("every",))

@@ -68,7 +68,7 @@ class Reduction:
     source: with `scatter`, the gradients of all shards.
     scatter: sets `buffer` to this rank's shard of the sum of `source`; None for an all_reduce of `buffer`.
     turn: is entered around the message, and raises unless it is the same message on all ranks.
-    shadow: compares the result with the exact one.
+    exact_sample: compares the result with the exact one.
     recorded: takes the times of the message.
     """
 
@@ -87,7 +87,7 @@ class Reduction:
     source: Tensor | None = None
     scatter: Callable[..., None] | None = None
     turn: AbstractContextManager[None] | None = None
-    shadow: ExactSample | None = None
+    exact_sample: ExactSample | None = None
     recorded: AbstractContextManager[None] | None = None
 
     def __str__(self) -> str:
@@ -101,7 +101,7 @@ class Reduction:
         layout, buffer = self.layout, self.buffer
         if self.scatter is None:  # else its sender knows the calls
             sent.count(self.aggregator, layout, buffer.dtype, buffer.device, self.step.number, self.team)
-        if self.last or self.step.skips or self.shadow is not None:
+        if self.last or self.step.skips or self.exact_sample is not None:
             self._count_sums(sent)
         run = self if agreement is None else agreement.guard(self)
         numel, also = layout.numel, self.base
@@ -116,7 +116,7 @@ class Reduction:
             sent.count_sum(len(self.layout.pieces), torch.float32, device, step, team)
         if self.exchanges_norm:
             sent.count_sum(1, torch.float64, device, step, team)
-        if self.shadow is not None:
+        if self.exact_sample is not None:
             numel = sample_numel(self.layout.numel) * (2 if self.aggregator.residual_paths else 1)
             sent.count_sum(numel, torch.float32, device, step, team)
 
@@ -156,10 +156,10 @@ class Reduction:
                 results = []  # it reports on its own
             else:
                 scale = context.flush_into(flat, scale)
-                exact = None if self.shadow is None else self._exact(self.shadow, flat, scale, loss_scale)
+                exact = None if self.exact_sample is None else self._exact(self.exact_sample, flat, scale, loss_scale)
                 self.aggregator.all_reduce(flat, team, scale, context)
-                if self.shadow is not None and exact is not None:
-                    self.shadow.add(exact, flat, self.step.number, self.layout, loss_scale)
+                if self.exact_sample is not None and exact is not None:
+                    self.exact_sample.add(exact, flat, self.step.number, self.layout, loss_scale)
                 if self.exchanges_norm and store is not None:
                     exchange_norm(store, team, flat.device)
             if store is not None:
@@ -211,13 +211,13 @@ class Reduction:
         torch.add(steps.before, (used > 0).double(), out=staged)
         return replace(steps, used=used > 0)
 
-    def _exact(self, shadow: ExactSample, flat: Tensor, scale: float, loss_scale: Tensor | None) -> Tensor:
+    def _exact(self, exact_sample: ExactSample, flat: Tensor, scale: float, loss_scale: Tensor | None) -> Tensor:
         kept, store = None, self.step.store
         if store is not None and self.aggregator.residual_paths:
             kept = sampled(store, self.layout, flat.device)
         if kept is not None and loss_scale is not None:
             kept *= loss_scale
-        return shadow.exact(flat, kept, self.team, scale)
+        return exact_sample.exact(flat, kept, self.team, scale)
 
 
 def sampled(store: ResidualStore, layout: Layout, device: torch.device) -> Tensor:

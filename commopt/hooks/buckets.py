@@ -44,7 +44,7 @@ class DDPRegistration(Registration):
     layouts: those of DDP's buckets.
     controller: makes and follows plans.
     decided_by: the name of the preset that was compared with the aggregator last.
-    shadow: samples how far lossy averages are behind exact ones, for "auto"; None where nothing is compared.
+    exact_sample: samples how far lossy averages are behind exact ones, for "auto"; None where nothing is compared.
     """
 
     def __init__(self, options: AttachOptions, aggregator: Aggregator | None, module: nn.Module | None) -> None:
@@ -52,7 +52,7 @@ class DDPRegistration(Registration):
         super().__init__(options, aggregator, self.layouts.parameters, self.layouts.numels)
         self.controller = Controller(self.recorder, self.layouts)
         self.decided_by: str | None = None
-        self.shadow: ExactSample | None = None
+        self.exact_sample: ExactSample | None = None
         if isinstance(aggregator, LocalSGD):
             parameters, found = dict(self.parameters), ref(self)
             self.averages = ParameterAverages(
@@ -61,7 +61,7 @@ class DDPRegistration(Registration):
         # The gradients of a LocalSGD leave nothing for later, and `store` is for its parameters.
         self._gradient_store = None if self.averages is None else ResidualStore()
         self._ddp: ref[TorchDDP] | None = None
-        self._sampled_plan = 0  # the plan whose averages `shadow` samples, by Controller.changes
+        self._sampled_plan = 0  # the plan whose averages `exact_sample` samples, by Controller.changes
         self._raising_task = -1
         self._latest: lanes.Pending | None = None  # bucket's, until backward has looked at it
         self._lately_ns: deque[int] = deque(maxlen=64)
@@ -75,7 +75,7 @@ class DDPRegistration(Registration):
             if auto.optimizer is None:
                 when_first_stepped(self, _note_optimizer)
         self.controller.begin(client.team, aggregator, self.options.buckets)
-        self.shadow = ExactSample() if self.controller.watches else None
+        self.exact_sample = ExactSample() if self.controller.watches else None
         self._sampled_plan = self.controller.changes
         if self.averages is not None:
             self.averages.client = client
@@ -116,7 +116,7 @@ class DDPRegistration(Registration):
     def freeze(self) -> None:
         """Change the plan no more."""
         self.controller.give_up("frozen")
-        self.shadow = None  # no strategy could be left, and a captured step would not be sampled
+        self.exact_sample = None  # no strategy could be left, and a captured step would not be sampled
 
     def before_forward(self, *, sends: bool) -> None:
         """Adopt, between two steps, a new plan if there is one. sends: whether the backward will send gradients."""
@@ -178,11 +178,11 @@ class DDPRegistration(Registration):
         ddp = self.model()
         skips = ddp is not None and ddp.find_unused_parameters and not ddp.static_graph
         self.step = Step(number, self._gradient_store or self.store, self.scaler, skips=skips)
-        if self.shadow is not None and is_capturing():
-            self.shadow = None  # a CUDA graph would sample in every step, or in none
-        if self.shadow is not None and self.controller.changes != self._sampled_plan:
+        if self.exact_sample is not None and is_capturing():
+            self.exact_sample = None  # a CUDA graph would sample in every step, or in none
+        if self.exact_sample is not None and self.controller.changes != self._sampled_plan:
             self._sampled_plan = self.controller.changes
-            self.shadow = ExactSample(first_step=steps)  # a new plan is judged by its own samples
+            self.exact_sample = ExactSample(first_step=steps)  # a new plan is judged by its own samples
 
     def _require_optimizer_step(self) -> None:
         """Check that an optimizer has stepped by the last averages; DDP averages accumulated gradients.
@@ -254,9 +254,9 @@ class DDPRegistration(Registration):
         client, step, aggregator, recorder = self.joined, self.step, self.controller.aggregator, self.recorder
         assert client is not None  # since the step began
         reduction = Reduction(buffer, layout, step, aggregator, client.team, number=len(step.buffers), last=last)
-        shadow = self.shadow
-        if shadow is not None and not aggregator.lossless and shadow.takes(step.number):
-            reduction.shadow = shadow
+        exact_sample = self.exact_sample
+        if exact_sample is not None and not aggregator.lossless and exact_sample.takes(step.number):
+            reduction.exact_sample = exact_sample
         if recorder.enabled:
             reduction.recorded = recorder.message((index,), layout.title, buffer.nbytes)
         step.buffers.append(layout)
@@ -267,7 +267,9 @@ class DDPRegistration(Registration):
         assert self.device is not None  # of the first bucket
         usual_us = median(self._lately_ns) / 1000 if self.recorder.enabled and self._lately_ns else 0.0
         step = self.step
-        point = self.controller.end_step(self.steps, self.device, step.buffers, step.gradients, usual_us, self.shadow)
+        point = self.controller.end_step(
+            self.steps, self.device, step.buffers, step.gradients, usual_us, self.exact_sample
+        )
         if point is not None:
             self.controller.synchronise(self.client.run(point.decide, point.title))
         step.gradients.clear()

@@ -78,8 +78,8 @@ class HookState(CommState):
         """
         registration = self._registration
         more: dict[str, Any] = {"plan_changes": registration.controller.changes}
-        if registration.shadow is not None:
-            more["steps_behind"] = registration.shadow.steps_behind()
+        if registration.exact_sample is not None:
+            more["steps_behind"] = registration.exact_sample.steps_behind()
         return {**super().stats(), **more}
 
     # ------------------------------------------------------------------------------------- plans

@@ -186,18 +186,18 @@ class Scalers:
 
 
 _WATCHED: tuple[Any, ...] = (TorchDDP, FSDPModule, FullyShardedDataParallel)
-_told: list[Models] = []  # the last one is told; a forked child has its parent's below
+_watching: list[Models] = []  # the last one counts; a forked child inherits its parent's below
 
 
 @contextmanager
 def watching(models: Models) -> Iterator[None]:
     """Tell `models` of every forward of a DDP or FSDP model, of every scaled loss, and of the process group's end."""
-    _told.append(models)
+    _watching.append(models)
     try:
-        with nullcontext() if len(_told) > 1 else _patched():
+        with nullcontext() if len(_watching) > 1 else _patched():
             yield
     finally:
-        _told.pop()
+        _watching.pop()
 
 
 @contextmanager
@@ -205,8 +205,8 @@ def _patched() -> Iterator[None]:
     """Patch classes, not objects: nothing of it is in a model that is copied or saved."""
     scale, destroy = GradScaler.scale, dist.destroy_process_group
     # A compiler that looks into a step must not look in here.
-    before_forward = torch.compiler.disable(lambda model: _told[-1].before_forward(model))
-    before_scale = torch.compiler.disable(lambda scaler: _told[-1].scalers.before_scale(scaler))
+    before_forward = torch.compiler.disable(lambda model: _watching[-1].before_forward(model))
+    before_scale = torch.compiler.disable(lambda scaler: _watching[-1].scalers.before_scale(scaler))
 
     def watched(kind: type[Any]) -> Any:
         @wraps(nn.Module.__call__)
@@ -225,7 +225,7 @@ def _patched() -> Iterator[None]:
     @wraps(destroy)
     def watched_destroy(group: Any = None) -> None:
         if group in (None, dist.group.WORLD):
-            _told[-1].average()
+            _watching[-1].average()
         destroy(group)
 
     for kind in _WATCHED:  # none of which has a __call__ of its own

@@ -249,7 +249,7 @@ class Controller:
         buckets: list[Layout],
         gradients: Sequence[Tensor],
         overhead_us: float,
-        shadow: ExactSample | None = None,
+        exact_sample: ExactSample | None = None,
     ) -> SyncPoint | None:
         """Return the synchronisation point that is due after `step`, None if none is.
 
@@ -257,7 +257,7 @@ class Controller:
 
         buckets, gradients: those of the step, in order.
         overhead_us: the cost of the hook on the host for each bucket.
-        shadow: see SyncPoint.
+        exact_sample: see SyncPoint.
         """
         self._settled = buckets == self._buckets
         self._buckets = buckets
@@ -269,7 +269,7 @@ class Controller:
         if step + 1 >= self._recorder.window.first_step:
             self.phase = Phase.MEASURING
         looks = self.phase is Phase.WAITING
-        if not (self._is_time_to_look(step, shadow) if looks else self._recorder.window.ends_with(step)):
+        if not (self._is_time_to_look(step, exact_sample) if looks else self._recorder.window.ends_with(step)):
             return None
         assert self._coordinator is not None  # begun
         self._of_ddp.say_why_not()
@@ -285,17 +285,17 @@ class Controller:
             movable=self._of_ddp.can_change(_names(*self._buckets)),
             overhead_us=overhead_us,
             tuned=self.tuned,
-            shadow=shadow,
+            exact_sample=exact_sample,
             looks=looks,
             optimizer=self.optimizer,
         )
         return self._point
 
-    def _is_time_to_look(self, step: int, shadow: ExactSample | None) -> bool:
+    def _is_time_to_look(self, step: int, exact_sample: ExactSample | None) -> bool:
         """Return whether all ranks look after `step` at how far compressed averages are behind."""
-        if shadow is None or self.aggregator.lossless:
+        if exact_sample is None or self.aggregator.lossless:
             return False
-        return (step + 1 - shadow.first_step) % LOOK_EVERY_STEPS == 0
+        return (step + 1 - exact_sample.first_step) % LOOK_EVERY_STEPS == 0
 
     def synchronise(self, pending: Pending) -> None:
         """Adopt the decision of the last synchronisation point before the next step. pending: it, on the lane."""

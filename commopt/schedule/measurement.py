@@ -179,9 +179,9 @@ class Measurement:
         groups = members_of(self.units, self.plan.groups)
         nbytes = [sum(unit.nbytes for unit in group) for group in groups]
         ready_us = [max(unit.ready_us for unit in group) for group in groups]
-        parcels = ceil(sum(nbytes) / average.fragments / BUCKET_NBYTES)
-        parcel_us = costs.lane_us(sum(nbytes) // (average.fragments * parcels), repr(average.parameters))
-        fragments_us = [parcels * parcel_us] * average.fragments
+        buckets = ceil(sum(nbytes) / average.fragments / BUCKET_NBYTES)
+        bucket_us = costs.lane_us(sum(nbytes) // (average.fragments * buckets), repr(average.parameters))
+        fragments_us = [buckets * bucket_us] * average.fragments
         lane_us = [costs.lane_us(each, repr(INSIDE)) for each in nbytes]
         return self._expected(mean_step_us(average, fragments_us, ready_us, lane_us, max(ready_us)), costs)
 

@@ -55,8 +55,8 @@ class SyncPoint:
     movable: whether DDP can be given other buckets.
     overhead_us: the cost of each bucket on the host.
     tuned: the result of tuning so far.
-    shadow: how far compressed averages are behind exact ones; None where nobody compares.
-    looks: whether only the shadow is to be looked at.
+    exact_sample: how far compressed averages are behind exact ones; None where nobody compares.
+    looks: whether only the exact_sample is to be looked at.
     optimizer: as Tuned has it.
     """
 
@@ -69,7 +69,7 @@ class SyncPoint:
     movable: bool
     overhead_us: float
     tuned: Tuned | None
-    shadow: ExactSample | None = None
+    exact_sample: ExactSample | None = None
     looks: bool = False
     optimizer: str = ""
 
@@ -115,7 +115,7 @@ class SyncPoint:
 
     def steps_behind(self) -> float | None:
         """Return how far compressed averages are behind exact ones; waits for the device."""
-        return None if self.shadow is None else self.shadow.steps_behind()
+        return None if self.exact_sample is None else self.exact_sample.steps_behind()
 
 
 class Coordinator:

@@ -82,7 +82,7 @@ class ServerConnection:
                 [(name, list(each.shape), str(each.dtype)) for name, each in bucket.tensors.items()]
                 for bucket in buckets
             ]
-            self.ask("join", version=__version__, settings=settings.as_text(), parcels=shapes)
+            self.ask("join", version=__version__, settings=settings.as_text(), buckets=shapes)
             self._thread.start()
             self._channel.start_heartbeat(self._leave_if_abandoned)
             answer = self.receive_answer()

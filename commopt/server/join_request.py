@@ -37,7 +37,7 @@ class JoinRequest:
     @classmethod
     def read(cls, message: Mapping[str, Any]) -> JoinRequest:
         """Return the request in a JSON message. Raises MismatchError for anything that no worker would send."""
-        version, settings, buckets = (message.get(name) for name in ("version", "settings", "parcels"))
+        version, settings, buckets = (message.get(name) for name in ("version", "settings", "buckets"))
         if message.get("kind") != "join" or not isinstance(version, str) or len(version) > _LONGEST_NAME:
             raise MismatchError(
                 f"a worker's first message must be a request to join with its version; this is {plain(message)}"

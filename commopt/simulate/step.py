@@ -153,8 +153,8 @@ class Simulation:
         compute_us, slowest_us = workload.compute_us, fmean(factors) * workload.compute_us
         own_nbytes = sum(nbytes for _, nbytes in sent)
         rounds = [] if average is None else self._rounds(average, units)
-        rounds_us = [sum(self._overhead_us + cost.total_us for cost, _ in parcels) for parcels in rounds]
-        rounds_nbytes = [sum(nbytes for _, nbytes in parcels) for parcels in rounds]
+        rounds_us = [sum(self._overhead_us + cost.total_us for cost, _ in buckets) for buckets in rounds]
+        rounds_nbytes = [sum(nbytes for _, nbytes in buckets) for buckets in rounds]
 
         def reduced_us(factor: float) -> float:
             ready = [factor * each for each in ready_us]
@@ -178,16 +178,16 @@ class Simulation:
         )
 
     def _rounds(self, average: LocalSGD, units: Mapping[str, Unit]) -> list[list[tuple[Cost, int]]]:
-        """Return, for each fragment, the costs of its parcels and the bytes of each that leave a node."""
+        """Return, for each fragment, the costs of its buckets and the bytes of each that leave a node."""
         tensors = {  # in the order of forward, as a module has them
             piece.name: torch.empty(piece.shape, dtype=dtype_named(units[piece.name].dtype), device="meta")
             for piece in reversed(self._layout.pieces)
         }
         return [
             [
-                (pricing.cost(parcel.layout), pricing.inter_nbytes(parcel.layout))
-                for parcel in parameter_buckets({name: tensors[name] for name in names}, {})
-                for pricing in [self._pricing(str(parcel.dtype), average.parameters)]
+                (pricing.cost(bucket.layout), pricing.inter_nbytes(bucket.layout))
+                for bucket in parameter_buckets({name: tensors[name] for name in names}, {})
+                for pricing in [self._pricing(str(bucket.dtype), average.parameters)]
             ]
             for names in fragments_of(tensors, average.fragments)
         ]
