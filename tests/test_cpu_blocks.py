@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from commopt.kernels import loader, quantize
+from commopt.kernels import loader, quantize, sparse
 from commopt.kernels.codec import Codec, Encoding
 from commopt.kernels.cpu import DTYPES, CpuKernels
 from commopt.kernels.sparse import SparseRow
@@ -130,3 +130,23 @@ def test_what_is_not_finite_shows_in_its_row(target: Any, bad: float) -> None:
         values[5000 + where] = bad
         row = SparseRow(5000, 30, torch.bfloat16)
         sparse_cases.Check(target, "cpu").select(row, values, 3, use=ResidualUse(), spoilt=1)
+
+
+@pytest.mark.parametrize("bad", ["too many", "too few", "backwards", "negative", "beyond"])
+def test_a_row_that_makes_no_sense_is_refused(target: Any, bad: str) -> None:
+    """A worker of a parameter server may send anything: no memory beyond the chunk is touched."""
+    row = SparseRow(70_000, 300, torch.bfloat16)
+    rows = sparse_cases.selected(row, 1)
+    ends = rows.payload[0, : row.indices_begin].view(torch.int32)
+    indices = rows.payload[0, row.indices_begin : row.indices_begin + 2 * row.count].view(torch.int16)
+    first, last = ends.tolist()
+    changed = {"too many": (first, 2**30), "too few": (first, last - 1), "backwards": (last, first)}
+    ends.copy_(torch.tensor(changed.get(bad, (-5, last) if bad == "negative" else (first, last))))
+    if bad == "beyond":
+        indices[-1] = 70_000 - 65_536  # the first behind the chunk
+    for read in (
+        lambda: sparse.scatter(row, rows.payload, torch.zeros(70_000)),
+        lambda: sparse.accumulate(row, rows.payload, torch.zeros(70_000)),
+    ):
+        with pytest.raises(IndexError, match="sparse row"):
+            read()

@@ -139,7 +139,7 @@ TIMED = {"name": "w", "shape": [2], "ready_us": 1}
     ("changes", "told"),
     [
         ({"format": 2}, "format 2 is not 1"),
-        ({"name": None}, "name is None; it must be text"),
+        ({"name": None}, "name is None; it must be non-empty text"),
         ({"sample": 3}, "the file has an unknown entry 'sample'; there are format, name, samples"),
         ({"note": 3}, "note is 3; it must be text"),
         ({"optimizer_us": -1}, "optimizer_us is -1; it must be a finite number"),

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <stdexcept>
 #include <vector>
 
 #include "blocks.hpp"
@@ -50,13 +51,21 @@ struct SparseRow {
         return widened(reinterpret_cast<const Bfloat16*>(values)[entry]);
     }
 
-    // Call `with(index within the chunk, value)` for all entries.
+    // Call `with(index within the chunk, value)` for all entries. A row may come from anybody: nothing is read or written
+    // beyond what it stands for.
     template <typename With>
     void each(const With& with) const {
         std::int64_t entry = 0;
         for (std::int64_t block = 0; block < blocks(); ++block) {
-            for (; entry < ends()[block]; ++entry) with(block * INDEX_BLOCK + indices()[entry], value(entry));
+            const std::int64_t end = ends()[block];
+            if (end < entry || end > count) throw std::out_of_range("a sparse row counts more entries than it has");
+            for (; entry < end; ++entry) {
+                const std::int64_t index = block * INDEX_BLOCK + indices()[entry];
+                if (index >= chunk_numel) throw std::out_of_range("an index of a sparse row is beyond its chunk");
+                with(index, value(entry));
+            }
         }
+        if (entry != count) throw std::out_of_range("a sparse row counts fewer entries than it has");
     }
 };
 
