@@ -13,7 +13,7 @@ import torch
 from commopt import Cast, Communicator, Compressed, Flat, Hierarchical, Layout, PowerSGD, Quantize
 from commopt.aggregate import Action, Aggregator, Buffer, Call, LocalWork, call
 from commopt.errors import ConfigurationError
-from commopt.groups import Team, TeamShape, WireBytes
+from commopt.groups import Membership, Team, TeamShape, WireBytes
 from tests.catalogue import LAYOUTS, aggregators
 from tests.overheard import overheard
 from tests.ranks import run
@@ -182,7 +182,7 @@ def compare(rank: int, world_size: int) -> list[str]:
             def listen(team: Team, primitive: str, nbytes: int, roots: list[int], into: list[Call] = made) -> None:
                 into.extend(call(team, primitive, nbytes, *roots))
 
-            with patch.object(Communicator, "_compare"), overheard(listen):
+            with patch.object(Membership, "compare_call"), overheard(listen):
                 communicator.all_reduce(torch.ones(numel, dtype=dtype), aggregator=aggregator)
             steps = aggregator.calls(Buffer(Layout.anonymous(numel), dtype), team)
             for level in ("world", "intra", "inter"):

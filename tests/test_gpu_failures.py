@@ -179,7 +179,7 @@ def abort_at_once(rank: int, world_size: int) -> None:
 
     with as_with_nccl():
         levels = Communicator()._membership.team
-    pin = patch.object(team, "_pin", lambda group: pinned.append(group.group_name))
+    pin = patch.object(team, "_keep_forever", lambda group: pinned.append(group.group_name))
     with patch.object(c10d, "_abort_process_group", abort), pin:
         levels.close()
     assert levels.closed
@@ -197,7 +197,7 @@ def give_up_on_an_abort(rank: int, world_size: int) -> None:
     never = threading.Event()
     with as_with_nccl():
         levels = Communicator()._membership.team
-    pin, limit = patch.object(team, "_pin", lambda group: None), patch.object(team, "_ABORT_LIMIT_S", 0.3)
+    pin, limit = patch.object(team, "_keep_forever", lambda group: None), patch.object(team, "_ABORT_LIMIT_S", 0.3)
     started = time.monotonic()
     with patch.object(c10d, "_abort_process_group", lambda group: never.wait(60)), pin, limit:
         levels.close()

@@ -20,7 +20,7 @@ import commopt
 from commopt import AGGREGATORS, COMPRESSORS, PRESETS, Aggregator, Communicator, Compressed, Hierarchical, Layout
 from commopt.aggregate import Buffer, Call, call, families
 from commopt.cost import Speeds, cost, nominal_links
-from commopt.groups import Team, TeamShape
+from commopt.groups import Membership, Team, TeamShape
 from commopt.simulate.cluster import GPUS, gpu_work
 from examples import new_strategies
 from examples.new_aggregator import InOrder
@@ -88,7 +88,7 @@ def compare(rank: int, world_size: int) -> None:
 
     for aggregator in NEW:
         made.clear()
-        with patch.object(Communicator, "_compare"), overheard(listen):
+        with patch.object(Membership, "compare_call"), overheard(listen):
             communicator.all_reduce(torch.ones(1001), aggregator=aggregator)
         steps = aggregator.calls(Buffer(Layout.anonymous(1001), torch.float32), team)
         assert made == [each for each in steps if isinstance(each, Call)], aggregator

@@ -150,7 +150,7 @@ TIMED = {"name": "w", "shape": [2], "ready_us": 1}
         ({"parameters": [TIMED | {"shape": 7}]}, r"parameters\[0\]: shape is 7; it must be a list"),
         ({"parameters": [TIMED | {"shape": [2, "3"]}]}, "parameter 'w': an extent of its shape is '3'"),
         ({"parameters": [TIMED | {"dtype": "int64"}]}, "dtype 'int64' is none that gradients have"),
-        ({"parameters": [TIMED | {"dtype": 32}]}, r"parameters\[0\]: dtype is 32; it must be text"),
+        ({"parameters": [TIMED | {"dtype": 32}]}, r"parameters\[0\]: dtype is 32; it must be non-empty text"),
         ({"parameters": [TIMED | {"ready_us": "soon"}]}, "parameter 'w': ready_us is 'soon'"),
         ({"parameters": [TIMED, TIMED]}, "a parameter is in it twice"),
         ({"parameters": []}, "workload 'mine' has no parameters"),
