@@ -8,7 +8,7 @@ import shutil
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -91,6 +91,17 @@ class TestInstalled:
     @pytest.mark.parametrize("changed", ["lowrank.cuh", "other.cuh", "cpu/lowrank.hpp"])
     def test_of_other_sources_is_not(self, installed: Path, changed: str) -> None:
         (installed / "csrc" / changed).write_text("// an edit")
+        with pytest.raises(ImportError, match="compiled from other sources"):
+            loader.Native()
+
+    def test_of_an_editable_installation_that_is_older_is_not(
+        self, installed: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        module = ModuleType("commopt._C")
+        module.__file__ = str(installed / "_C.py")
+        monkeypatch.setitem(sys.modules, "commopt._C", module)
+        loader.Native()
+        (installed / "csrc" / "lowrank.cuh").write_text("// an edit")
         with pytest.raises(ImportError, match="compiled from other sources"):
             loader.Native()
 

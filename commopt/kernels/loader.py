@@ -58,26 +58,37 @@ class Native(Loader):
 
 
 def _compiled(name: str) -> Any:
-    """Import a compiled module; a source tree has none, and takes that of the installed commopt if of its sources.
+    """Import a compiled module; a source tree has none, and takes that of the installed commopt.
 
-    What is run from a source tree imports that tree's package, whatever is installed.
+    What is run from a source tree imports that tree's package, whatever is installed. Raises ImportError for a module
+    of other sources: an editable installation is older than its tree after `git pull`.
     """
-    from commopt.kernels import sources
-
     try:
-        return import_module(f"commopt.{name}")
+        module = import_module(f"commopt.{name}")
     except ModuleNotFoundError:
         for folder in (Path(entry, "commopt") for entry in sys.path):
             spec = PathFinder.find_spec(f"commopt.{name}", [str(folder)])
             if spec is None or spec.loader is None:
                 continue
-            if sources.contents(folder / "csrc") != sources.contents(sources.directory()):
-                raise ImportError(f"{folder} was compiled from other sources than {sources.directory()}") from None
+            _require_same_sources(folder)
             module = module_from_spec(spec)
             spec.loader.exec_module(module)
             sys.modules[f"commopt.{name}"] = module
             return module
         raise
+    if module.__file__ is not None:
+        _require_same_sources(Path(module.__file__).parent)
+    return module
+
+
+def _require_same_sources(folder: Path) -> None:
+    """Raise ImportError when the modules in `folder`, which has their sources beside them, are of other ones."""
+    from commopt.kernels import sources
+
+    if sources.contents(folder / "csrc") != sources.contents(sources.directory()):
+        raise ImportError(
+            f"{folder} was compiled from other sources than {sources.directory()}; install commopt again"
+        ) from None
 
 
 def cpu_kernels() -> Any | None:
