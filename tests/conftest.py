@@ -7,7 +7,7 @@ import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,3 +113,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if processes := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
         items[:] = longest_first(items, durations, processes)
     items.sort(key=lambda item: not _is("alone", item))
+
+
+@pytest.fixture(params=["avx2", "baseline"])
+def cpu_target(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Yield the compiled CPU kernels, for every kind of processor that this one can stand for."""
+    from commopt.kernels import loader
+
+    kernels = loader.cpu_kernels()
+    if kernels is None:
+        pytest.skip("commopt was installed without a C++ compiler")
+    before = kernels.target()
+    try:
+        kernels.use(request.param)
+    except ValueError:
+        pytest.skip("not this processor's")
+    yield kernels
+    kernels.use(before)

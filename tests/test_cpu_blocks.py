@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from math import inf, nan
 from typing import Any
 
@@ -21,24 +20,14 @@ from tests.payloads import ResidualUse
 from tests.quantize_cases import codec_id, codecs, exact_values, random_values
 from tests.sparse_cases import CONTENTS, RESIDUAL_USES
 
-kernels = loader.cpu_kernels()
-pytestmark = pytest.mark.skipif(kernels is None, reason="commopt was installed without a C++ compiler")
-
 BAD = (nan, inf, -inf)
 VALUE_DTYPES = (torch.bfloat16, torch.float32)
 
 
-@pytest.fixture(params=["avx2", "baseline"], autouse=True)
-def target(request: pytest.FixtureRequest) -> Iterator[Any]:
-    assert kernels is not None
-    before = kernels.target()
-    try:
-        kernels.use(request.param)
-    except ValueError:
-        pytest.skip("not this processor's")
+@pytest.fixture(autouse=True)
+def target(cpu_target: Any) -> Any:
     torch.manual_seed(0)
-    yield kernels
-    kernels.use(before)
+    return cpu_target
 
 
 @pytest.mark.parametrize("codec", codecs(64, 512, 576, 4096), ids=codec_id)

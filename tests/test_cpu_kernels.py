@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -22,7 +21,7 @@ from tests.test_packed import NUMELS
 from tests.test_powersgd import SHAPES, fresh
 
 kernels = loader.cpu_kernels()
-pytestmark = pytest.mark.skipif(kernels is None, reason="commopt was installed without a C++ compiler")
+pytestmark = pytest.mark.usefixtures("cpu_target")
 
 EVERY_SHAPE = ((1, 1, 1), (3, 7, 1), (5, 40, 4), (2, 17, 17), (1, 9000, 3), (2, 600, 32), (4, 3, 7), (1, 20_000, 5))
 SIZES = (
@@ -34,18 +33,6 @@ SIZES = (
     (1, 2, 9, 33),
     (1, 700, 900, 16),
 )
-
-
-@pytest.fixture(params=["avx2", "baseline"], autouse=True)
-def target(request: pytest.FixtureRequest) -> Iterator[Any]:
-    assert kernels is not None
-    before = kernels.target()
-    try:
-        kernels.use(request.param)
-    except ValueError:
-        pytest.skip("not this processor's")
-    yield kernels
-    kernels.use(before)
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -158,7 +145,7 @@ def test_products_of_matrices(size: tuple[int, int, int, int], threads: int) -> 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("r", [1, 2, 3, 4, 6, 9])
 @pytest.mark.parametrize("kept", [True, False])
-def test_matrices_in_a_buffer(target: Any, r: int, kept: bool, threads: int) -> None:
+def test_matrices_in_a_buffer(cpu_target: Any, r: int, kept: bool, threads: int) -> None:
     """Begin, back and finish, one step of PowerSGD, with matrices of several shapes between other elements."""
     shapes = ((7, 30), (30, 7), (300, 517), (64, 2000), (1, 9))
     table, place, first, tops, sides = [], 3, 0, 0, 0
@@ -173,11 +160,11 @@ def test_matrices_in_a_buffer(target: Any, r: int, kept: bool, threads: int) -> 
     where = entries.data_ptr(), len(table)
     old_pointer = old.data_ptr() if kept else 0
     begun = right.data_ptr(), left.data_ptr(), r, threads
-    target.lowrank_begin(buffer.data_ptr(), old_pointer, 0.25, 0.5, *where, *begun)
-    target.lowrank_back(buffer.data_ptr(), *where, left.data_ptr(), own.data_ptr(), r, threads)
+    cpu_target.lowrank_begin(buffer.data_ptr(), old_pointer, 0.25, 0.5, *where, *begun)
+    cpu_target.lowrank_back(buffer.data_ptr(), *where, left.data_ptr(), own.data_ptr(), r, threads)
     made = buffer.clone()
     finished = left.data_ptr(), own.data_ptr(), mean.data_ptr(), r, threads
-    target.lowrank_finish(buffer.data_ptr(), old_pointer, *where, *finished)
+    cpu_target.lowrank_finish(buffer.data_ptr(), old_pointer, *where, *finished)
     touched = torch.zeros(place, dtype=torch.bool)
     for place_of, first_of, rows, cols, top, side in table:
         here, there = slice(place_of, place_of + rows * cols), slice(first_of, first_of + rows * cols)
