@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -46,14 +47,14 @@ class Sums:
 
         Returns the rounding error of the factors that this rank sent, None for none.
         """
-        team, intra = self.team, self.team.intra
-        assert isinstance(team, Team)
+        team = cast(Team, self.team)
         if not self.by_leaders:
             if numel and _rounds(team, message.device):
                 return _add_up_rounded(message, numel, team, scratch)
             team.all_reduce(message)
             return None
-        assert isinstance(intra, Team)
+        intra = team.intra
+        assert intra is not None
         rounding_error = None
         intra.reduce(message, dst=0)
         if intra.rank == 0 and team.inter is not None:

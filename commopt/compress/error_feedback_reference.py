@@ -60,7 +60,7 @@ def average(
 
 def quantize(p: Tensor, bits: int, block: int) -> Tensor:
     """Return `p` after encoding and decoding: whole multiples of absmax / (2^(bits-1) - 1) in each block."""
-    largest = torch.tensor(2.0 ** (bits - 1) - 1)
+    largest = torch.full((), 2.0 ** (bits - 1) - 1, dtype=torch.float32, device=p.device)
     blocks = torch.nn.functional.pad(p, (0, -len(p) % block)).view(-1, block)
     absmax = blocks.abs().amax(1, keepdim=True)
     codes = torch.round(blocks * (largest / absmax)).nan_to_num()  # a block of zeros has no scale
