@@ -132,13 +132,17 @@ def test_equal_options_share_their_groups_and_ranks_must_agree() -> None:
 # ------------------------------------------------------------------ gloo: the same sums whatever the segments
 
 
-def add_up(rank: int, world_size: int, numel: int, dtype: str, segment_nbytes: int) -> tuple[list[float], list[float]]:
+def add_up(
+    rank: int, world_size: int, numel: int, dtype: str, segment_nbytes: int, paced_from: int = 0
+) -> tuple[list[float], list[float]]:
     group = dist.group.WORLD
     assert group is not None
     values = torch.randn(world_size, numel * world_size, generator=torch.Generator().manual_seed(numel))
     rows = values.to(getattr(torch, dtype))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gloo, "_SEGMENT_NBYTES", segment_nbytes)
+        patch.setattr(gloo, "_PACED_FROM_NBYTES", paced_from)
+        patch.setattr(gloo, "_use_gloo_ring", lambda *_: False)
         whole = rows[rank][: numel + 1].clone()
         gloo.all_reduce(whole, group, 0.5)
         own = rows.new_empty(numel)
@@ -152,9 +156,15 @@ def add_up(rank: int, world_size: int, numel: int, dtype: str, segment_nbytes: i
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_segments_change_no_bit(dtype: str) -> None:
     for numel in (1, 1000, 5003):
-        in_one = run(add_up, 3, numel, dtype, 2**30)
+        in_one = run(add_up, 3, numel, dtype, 2**30, 2**30)
         assert run(add_up, 3, numel, dtype, 1024) == in_one
+        assert run(add_up, 3, numel, dtype, 1024, 2**30) == in_one
         assert len({tuple(whole) for whole, _ in in_one}) == 1
+
+
+def test_chunks_on_both_sides_of_a_segments_length_hang_nobody() -> None:
+    """One chunk of 1023 elements among those of 1024 would be one segment, and the others two."""
+    assert len({tuple(whole) for whole, _ in run(add_up, 8, 8 * 1024 - 2, "bfloat16", 1024)}) == 1
 
 
 def add_up_both_ways(rank: int, world_size: int, dtype: torch.dtype) -> list[Tensor]:

@@ -9,13 +9,13 @@ directions take turns. Here a receive is posted before the send beside it. docs/
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_SEGMENT_NBYTES = 256 * 1024
+_SEGMENT_NBYTES = 256 * 1024  # at least
 _LONG_CHUNK_NBYTES = 2 * 1024 * 1024
 _PACED_FROM_NBYTES = 32 * 1024  # shorter chunks of all ranks fit into the queue of a port
 # Tags. Gloo ends the process when a message is longer than the posted receive, so a comparison, which some ranks may
@@ -130,8 +130,11 @@ def _rotate(
     rank, world_size = group.rank(), group.size()
     sources = [(rank - step) % world_size for step in range(1, world_size)]
     targets = [(rank + step) % world_size for step in range(1, world_size)]
-    incoming = [(peer, *segment) for peer in sources for segment in enumerate(_segments(arriving[peer]))]
-    outgoing = [(peer, *segment) for peer in targets for segment in enumerate(_segments(leaving[peer]))]
+    # Chunks differ by one element at most. As many segments of each, or ranks would wait for each other in a circle.
+    longest_nbytes = max(chunk.nbytes for chunk in leaving)
+    count = max(1, longest_nbytes // _SEGMENT_NBYTES)
+    incoming = [(peer, *segment) for peer in sources for segment in enumerate(_segments(arriving[peer], count))]
+    outgoing = [(peer, *segment) for peer in targets for segment in enumerate(_segments(leaving[peer], count))]
     apply_scale(leaving[rank], scale)
     receives: Iterable[dist.Work | None] = (
         dist.irecv(arriving[peer][segment], group=group, group_src=peer, tag=2 * number)
@@ -141,14 +144,14 @@ def _rotate(
         dist.isend(apply_scale(leaving[peer][segment], scale), group=group, group_dst=peer, tag=2 * number)
         for peer, number, segment in outgoing
     )
-    if world_size == 2 or arriving[rank].nbytes < _PACED_FROM_NBYTES:
+    if world_size == 2 or longest_nbytes < _PACED_FROM_NBYTES:
         receives, sends = list(receives), list(sends)
     works = []
-    for segment, receive, send in zip_longest(incoming, receives, sends):
+    for (source, _, segment), receive, send in zip(incoming, receives, sends, strict=True):
         works.append(send)
         _wait([receive])
-        if segment is not None and segment[0] == sources[-1]:
-            yield segment[2]
+        if source == sources[-1]:
+            yield segment
     _wait(works)
 
 
@@ -168,9 +171,8 @@ def _ring(blocks: Sequence[Tensor], group: dist.ProcessGroup, tag: int = 0) -> N
     _wait(sends)
 
 
-def _segments(chunk: Tensor) -> list[slice]:
-    """Return the segments of a chunk, of 256 KiB or more each; at least one, which may be empty."""
-    count = max(1, chunk.numel() * chunk.element_size() // _SEGMENT_NBYTES)
+def _segments(chunk: Tensor, count: int) -> list[slice]:
+    """Cut a chunk into `count` segments of about one length."""
     bounds = [place * chunk.numel() // count for place in range(count + 1)]
     return [slice(begin, end) for begin, end in pairwise(bounds)]
 
