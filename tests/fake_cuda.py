@@ -13,16 +13,21 @@ operations of every stream happen before its next one. Waits for streams and eve
 the last write of the same bytes, a write after reads too. Memory that the host lets go may be handed out again by the
 stream it was made on: a fault, if another stream may still use it that was not recorded (Tensor.record_stream).
 
+A CUDA graph keeps the operations that were launched while its stream was captured. What they wrote then is taken back,
+and each replay computes all of it again, in the same memory.
+
 Not modelled: the caching allocator's sizes (whatever is free is used again by the next allocation), events that end by
-themselves (`query` is true once the host has waited), several devices, graphs, threads.
+themselves (`query` is true once the host has waited), several devices, threads, the memory of graphs.
 """
 
 from __future__ import annotations
 
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Any, ClassVar
 from unittest.mock import patch
@@ -172,6 +177,41 @@ class Block:
     used: dict[tuple[int, bool, int, int], int] = field(default_factory=dict)  # stream, writes, begin, end: time
 
 
+class Graph:
+    """Stands for torch.cuda.CUDAGraph; `launches` counts its operations."""
+
+    def __init__(self) -> None:
+        self._operations: list[Callable[[], None]] = []
+        self.before: list[tuple[Tensor, Tensor]] = []  # memory that was written during the capture, as it was before
+
+    @property
+    def launches(self) -> int:
+        return len(self._operations)
+
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+        gpu = Gpu.now()
+        assert gpu.capturing is None
+        assert gpu.stream is not gpu.main, "the default stream cannot be captured"
+        gpu.capturing = self
+
+    def capture_end(self) -> None:
+        Gpu.now().capturing = None
+        with torch._C._DisableTorchDispatch():
+            while self.before:
+                tensor, values = self.before.pop()
+                tensor.copy_(values)
+        if not self._operations:
+            warnings.warn("The CUDA Graph is empty. This usually means ...", stacklevel=1)
+
+    def add(self, operation: Callable[[], None]) -> None:
+        self._operations.append(operation)
+
+    def replay(self) -> None:
+        Gpu.now().replays += 1
+        for operation in self._operations:
+            operation()
+
+
 class OnGpu(Tensor):
     """A tensor of the made-up device, in memory of the host."""
 
@@ -227,6 +267,8 @@ class Gpu:
         self.faults: list[str] = []
         self.host: Clock = {}
         self.streams: list[Stream] = []
+        self.capturing: Graph | None = None
+        self.launches = self.replays = 0  # operations outside of graphs, and graphs
         self._blocks: dict[int, Block] = {}
         self._free: list[Block] = []
         self._patches = ExitStack()
@@ -243,7 +285,8 @@ class Gpu:
             **{"Stream": Stream, "Event": Event, "stream": self._on, "device": _nothing, "synchronize": self.finish},
             "current_stream": lambda *device: self.stream,
             "default_stream": lambda *device: self.main,
-            "is_current_stream_capturing": lambda: False,
+            "is_current_stream_capturing": lambda: self.capturing is not None,
+            **{"CUDAGraph": Graph, "graph_pool_handle": lambda: (0, 0)},
             **dict.fromkeys(("is_available", "is_initialized"), lambda: True),
             **{"current_device": lambda: 0, "device_count": lambda: 1},
         }
@@ -285,11 +328,19 @@ class Gpu:
         to_host = name in _OF_SHAPE and kwargs.get("device") == torch.device("cpu")
         if torch.device(kwargs.get("device") or "cpu").type == "cuda":
             kwargs = {**kwargs, "device": torch.device("cpu")}
-        with torch._C._DisableTorchDispatch():
-            result = func(*args, **kwargs)
         given = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, Tensor)]
         is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
-        if not is_view and name not in _OF_SHAPE:
+        graph = None if is_view else self.capturing
+        if graph is not None and name in _WAITS:
+            raise RuntimeError(f"operation not permitted when stream is capturing: {func}")
+        with torch._C._DisableTorchDispatch():
+            if graph is not None:  # what it writes is taken back when the capture ends
+                graph.before += [(each, each.clone()) for each in _written(func, args, kwargs)]
+            result = func(*args, **kwargs)
+        if graph is not None:
+            found = [each for each in tree_flatten(result)[0] if _is_new(each, given)]
+            graph.add(partial(self._again, func, args, kwargs, found))
+        elif not is_view and name not in _OF_SHAPE:
             self._use(func, args, kwargs)
         if name in _WAITS:
             self.stream.synchronize()
@@ -297,7 +348,19 @@ class Gpu:
             return result
         return tree_map(lambda each: self._placed(each) if _is_new(each, given) else each, result)
 
+    def _again(self, func: Any, args: Any, kwargs: Any, found: list[Tensor]) -> None:
+        """Do an operation of a graph; its results go where they were when it was captured."""
+        with torch._C._DisableTorchDispatch():
+            now = func(*args, **kwargs)
+            if found:
+                for old, new in zip(found, tree_flatten(now)[0], strict=True):
+                    old.copy_(new)
+        self._use(func, args, kwargs)
+        for each in found:
+            self._access(each, self.stream.work(), writes=True, what=f"a result of {func}")
+
     def _use(self, func: Any, args: Any, kwargs: Any) -> None:
+        self.launches += 1
         time = self.stream.work()
         for number, parameter in enumerate(func._schema.arguments):
             value = args[number] if number < len(args) else kwargs.get(parameter.name)
@@ -340,7 +403,8 @@ class Gpu:
         storage = plain.untyped_storage()
         if storage._cdata not in self._blocks:
             self._allocate(StorageWeakRef(storage))
-            self._access(tensor, self.stream.work(), writes=True, what="the first write")
+            if self.capturing is None:
+                self._access(tensor, self.stream.work(), writes=True, what="the first write")
         return tensor
 
     def _allocate(self, memory: StorageWeakRef) -> None:
@@ -357,25 +421,40 @@ class Gpu:
         for key in [key for key, block in self._blocks.items() if block.memory.expired()]:
             self._free.append(self._blocks.pop(key))
 
+    def _fill(self, target: Tensor, values: Tensor) -> None:
+        target.copy_(values)
+        self._access(target, self.stream.work(), writes=True, what="a fill")
+
     def upload(self, plain: Tensor) -> Tensor:
         """Return a copy on the device."""
+        self._require_no_capture()
         with torch._C._DisableTorchDispatch():
             copied = plain.detach().clone()
         return self._placed(copied)
 
     def download(self, tensor: Tensor) -> Tensor:
         """Return a copy in host memory, for which the host waits."""
+        self._require_no_capture()
         self._access(tensor, self.stream.work(), writes=False, what="a copy to the host")
         self.stream.synchronize()
         with torch._C._DisableTorchDispatch():
             return torch.Tensor._make_subclass(Tensor, tensor.clone())
+
+    def _require_no_capture(self) -> None:
+        if self.capturing is not None:
+            raise RuntimeError("operation not permitted when stream is capturing: a copy between host and device")
 
     def _factory(self, make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def factory(*args: Any, **options: Any) -> Tensor:
             if torch.device(options.get("device") or "cpu").type != "cuda":
                 return make(*args, **options)
             del options["device"]
-            return self._placed(make(*args, **options, device="cpu"))
+            made = make(*args, **options, device="cpu")
+            if self.capturing is not None:
+                if make.__name__ == "tensor":
+                    raise RuntimeError("operation not permitted when stream is capturing: a copy from the host")
+                self.capturing.add(lambda: self._fill(made, make(*args, **options, device="cpu")))
+            return self._placed(made)
 
         return factory
 
@@ -399,6 +478,16 @@ def _host_generator(real: Any) -> type:
 @contextmanager
 def _nothing(*_: Any) -> Iterator[None]:
     yield
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """Return the tensors that an operation writes in place."""
+    written = []
+    for number, parameter in enumerate(func._schema.arguments):
+        if parameter.alias_info is not None and parameter.alias_info.is_write:
+            value = args[number] if number < len(args) else kwargs.get(parameter.name)
+            written += [each for each in tree_flatten(value)[0] if isinstance(each, Tensor)]
+    return written
 
 
 def _is_new(each: Any, given: list[Tensor]) -> bool:

@@ -63,29 +63,20 @@ class Echo(Team):
     def closed(self) -> bool:
         return False
 
-    def all_reduce(self, tensor: Tensor, *, scale: float = 1.0) -> None:
+    def _call(self, primitive: str, call: Any, *tensors: Tensor, over_gloo: Any = None, **how: Any) -> None:
         self.used += 1
-        tensor.mul_(scale * self.size)
-
-    def reduce(self, tensor: Tensor, dst: int) -> None:
-        self.used += 1
-        tensor.mul_(self.size)
-
-    def broadcast(self, tensor: Tensor, src: int) -> None:
-        self.used += 1
-        tensor.mul_(1)
-
-    def reduce_scatter(self, output: Tensor, source: Tensor) -> None:
-        self.used += 1
-        output.copy_(source.view(self.size, -1)[0].view_as(output)).mul_(self.size)
-
-    def all_gather(self, output: Tensor, source: Tensor) -> None:
-        self.used += 1
-        output.view(self.size, -1).copy_(source.reshape(1, -1).expand(self.size, -1))
-
-    def all_to_all(self, output: Tensor, source: Tensor) -> None:
-        self.used += 1
-        output.view(self.size, -1).copy_(source.view(self.size, -1)[:1].expand(self.size, -1))
+        output, source = tensors[0].view(-1), tensors[-1].view(-1)
+        if primitive in ("all_reduce", "reduce"):
+            output.mul_(self.size)
+        elif primitive == "broadcast":
+            output.mul_(1)
+        elif primitive == "reduce_scatter":
+            output.copy_(source.view(self.size, -1)[0]).mul_(self.size)
+        elif primitive == "all_gather":
+            output.view(self.size, -1).copy_(source.reshape(1, -1).expand(self.size, -1))
+        else:
+            assert primitive == "all_to_all"
+            output.view(self.size, -1).copy_(source.view(self.size, -1)[:1].expand(self.size, -1))
 
 
 class Setup(Membership):
@@ -140,6 +131,10 @@ class Training:
         self.streams = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
         self.buckets = [torch.zeros(NUMEL, device=DEVICE) for _ in BUCKETS]
 
+    def fill(self, place: int, values: Tensor) -> Tensor:
+        """Return what a bucket is filled with."""
+        return values
+
     def step(self, number: int) -> list[Tensor]:
         """Fill each bucket on another stream, as autograd may; return what DDP would read."""
         for each in self.streams[1:]:
@@ -147,7 +142,9 @@ class Training:
         futures = []
         for place, (name, each) in enumerate(zip(BUCKETS, self.streams, strict=True)):
             with torch.cuda.stream(each):
-                drawn = torch.randn(NUMEL, generator=torch.Generator().manual_seed(10 * number + place))
+                drawn = self.fill(
+                    place, torch.randn(NUMEL, generator=torch.Generator().manual_seed(10 * number + place))
+                )
                 self.buckets[place].copy_(drawn.to(DEVICE))
                 bucket: Any = GradBucket(place, self.buckets[place], self.model[name])
                 futures.append(self.registration.reduce(bucket))

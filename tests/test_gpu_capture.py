@@ -229,8 +229,8 @@ def test_what_a_graph_goes_on_writing_stays_where_it_is() -> None:
         store.transaction.end_bucket(last=True)
         error.add(torch.full((4,), 3.0), torch.full((4,), 4.0))
         assert isinstance(store.transaction.dropped, Tensor)
-        assert error._squares is not None
-        addresses.add((store.transaction.dropped.data_ptr(), error._squares.data_ptr()))
+        assert error.squares is not None
+        addresses.add((store.transaction.dropped.data_ptr(), error.squares.data_ptr()))
     assert len(addresses) == 1
     assert store.stats()["dropped_commits"] == 2
     assert error.value() == pytest.approx(0.75)

@@ -36,6 +36,10 @@ class _MatrixMask:
     patience: int = 1
     next_step: int = 0
 
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return the tensor, which is another one after an exchange."""
+        return (self.masked,)
+
 
 class MaskedMatrices:
     """The masked elements of a buffer's matrices in one step.

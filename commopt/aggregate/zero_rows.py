@@ -31,6 +31,15 @@ class _RowMasks:
     sent: ZeroMask
     received: list[ZeroMask]
 
+    @property
+    def empty(self) -> bool:
+        """Whether there are no masked elements."""
+        return self.sent.empty and all(each.empty for each in self.received)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return the tensors, which are others once elements were left out."""
+        return tuple(tensor for mask in (self.sent, *self.received) for tensor in mask.tensors())
+
 
 class MaskedRows:
     """The masked elements of the regions of several rows in one step."""
@@ -53,7 +62,7 @@ class MaskedRows:
         if codec is None or store is None:
             return None
         masks = store.untouched.get((context.path, regions.layout))
-        if masks is not None and masks.sent.empty and all(each.empty for each in masks.received):
+        if masks is not None and masks.empty:
             return None
         joined = torch.cat([values[row][begin:end] for row, region, _ in regions.by_row for begin, end in region.spans])
         if masks is None:

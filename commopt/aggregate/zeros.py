@@ -45,6 +45,10 @@ class ZeroMask:
         self.empty = not len(indices)
         self._slices: dict[tuple[int, int], slice] = {}
 
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return the tensors, which are others once elements were left out."""
+        return self.indices, self.active
+
     def shrink(self) -> None:
         """Leave out inactive elements: at once on a CPU; on a GPU, where the host waits for it, ever more rarely."""
         self._calls += 1

@@ -14,6 +14,7 @@ from commopt.attached.checks import before_each_step, require_plain_groups
 from commopt.attached.reduction import loss_scale_of
 from commopt.attached.steps import after_steps, update_mark
 from commopt.errors import ConfigurationError
+from commopt.feedback import Transaction
 
 _log = logging.getLogger("commopt")
 
@@ -49,13 +50,14 @@ class StepsBetweenAverages:
         self._waiting = True
         self._mark = update_mark(scaler)
 
-    def missed(self, scaler: Any, finite: Tensor | None) -> bool:
+    def missed(self, scaler: Any, transaction: Transaction) -> bool:
         """Return whether no step has followed the last averaged backward; asked when the next one begins.
 
-        finite: whether the last averages were (bool, 0-d), None if that was not examined.
+        transaction: of the residuals; averages that it found not finite no step has to follow.
         """
         if not (self._known and self._waiting) or update_mark(scaler) is not self._mark:
             return False
+        finite = transaction.finite
         return finite is None or bool(finite)
 
 

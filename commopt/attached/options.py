@@ -16,6 +16,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from commopt.attached.replay import replay_wanted
 from commopt.errors import ConfigurationError
 from commopt.groups.build import read_arguments, require_timeout
 from commopt.schedule import BucketConfig, Plan, Tuned
@@ -151,6 +152,7 @@ class AttachOptions:
             require_timeout(timeout_s)
         if not isinstance(self.record, bool):
             raise ConfigurationError(f"record={self.record!r} is neither True nor False; pass one of them")
+        replay_wanted()
         read = BucketConfig.read(self.plan, self.links, self.tuned)
         kept = replace(self, plan=read.plan, links=read.links, tuned=read.tuned)
         return replace(kept, timeout=timeout_s, process_group=None)  # which its user may destroy

@@ -44,6 +44,7 @@ class Step:
     buffers: the layouts of the buffers sent so far, in order.
     gradients: those buffers, until the end of the step.
     skips: whether parameters without a gradient on any rank may be among the others.
+    replay: averages a bucket by CUDA graphs and returns True, or does nothing; None on a CPU.
     """
 
     number: int
@@ -52,6 +53,7 @@ class Step:
     buffers: list[Layout] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
     skips: bool = False
+    replay: Callable[[Reduction], bool] | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -132,42 +134,48 @@ class Reduction:
 
     def __call__(self) -> None:
         """Average the buffer, on the lane."""
-        store, team, flat = self.step.store, self.team, self.buffer.view(-1)
+        store, replay = self.step.store, self.step.replay
         with self.turn or _NOTHING, self.recorded or _NOTHING:
-            if self.spans:
-                flat = self._without_padding(flat)
-            loss_scale = None
-            if self.step.scaler is not None or self.unit != 1.0:
-                loss_scale = self._loss_scale()
-            if store is None:
-                context = BufferContext.unremembered(flat.numel())
-            else:
-                if self.number == 0:
-                    store.transaction.begin_step()
-                    store.transaction.finite = None
-                number, rank = self.step.number, team.ranks[team.rank]
-                context = context_for(self.aggregator, self.layout, team, store, number, self.number, rank, loss_scale)
-            if self.aggregator.adam is not None:
-                context = replace(context, steps=self._count_steps(flat))
-            scale = 1.0 / team.size if self.scale is None else self.scale
-            results = [flat]
-            if self.scatter is not None:
-                self.scatter(flat, self.source, scale=scale, context=context)
-                results = []  # it reports on its own
-            else:
-                scale = context.flush_into(flat, scale)
-                exact = None if self.exact_sample is None else self._exact(self.exact_sample, flat, scale, loss_scale)
-                self.aggregator.all_reduce(flat, team, scale, context)
-                if self.exact_sample is not None and exact is not None:
-                    self.exact_sample.add(exact, flat, self.step.number, self.layout, loss_scale)
-                if self.exchanges_norm and store is not None:
-                    exchange_norm(store, team, flat.device)
-            if store is not None:
-                store.transaction.end_bucket(results, last=self.last)
-            if self.spans:
-                self._put_back(flat)
-            if self.base is not None:
-                flat.sub_(self.base)
+            if store is not None and self.number == 0:
+                store.transaction.begin_step()
+                store.transaction.commits = []
+            if replay is None or not replay(self):
+                self.average()
+
+    def average(self) -> None:
+        """Average the buffer, kernel by kernel."""
+        store, team, flat = self.step.store, self.team, self.buffer.view(-1)
+        if self.spans:
+            flat = self._without_padding(flat)
+        loss_scale = None
+        if self.step.scaler is not None or self.unit != 1.0:
+            loss_scale = self._loss_scale()
+        if store is None:
+            context = BufferContext.unremembered(flat.numel())
+        else:
+            number, rank = self.step.number, team.ranks[team.rank]
+            context = context_for(self.aggregator, self.layout, team, store, number, self.number, rank, loss_scale)
+        if self.aggregator.adam is not None:
+            context = replace(context, steps=self._count_steps(flat))
+        scale = 1.0 / team.size if self.scale is None else self.scale
+        results = [flat]
+        if self.scatter is not None:
+            self.scatter(flat, self.source, scale=scale, context=context)
+            results = []  # it reports on its own
+        else:
+            scale = context.flush_into(flat, scale)
+            exact = None if self.exact_sample is None else self._exact(self.exact_sample, flat, scale, loss_scale)
+            self.aggregator.all_reduce(flat, team, scale, context)
+            if self.exact_sample is not None and exact is not None:
+                self.exact_sample.add(exact, flat, self.step.number, self.layout, loss_scale)
+            if self.exchanges_norm and store is not None:
+                exchange_norm(store, team, flat.device)
+        if store is not None:
+            store.transaction.end_bucket(results, last=self.last)
+        if self.spans:
+            self._put_back(flat)
+        if self.base is not None:
+            flat.sub_(self.base)
 
     def _loss_scale(self) -> Tensor | None:
         """Return the factor between `.grad` and the values here, None for 1. No host sync."""

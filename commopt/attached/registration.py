@@ -16,7 +16,8 @@ from commopt.attached.averages_used import Directions, StepsBetweenAverages
 from commopt.attached.checks import warn_of_untested_torch
 from commopt.attached.local_sgd import ParameterAverages
 from commopt.attached.options import AttachOptions
-from commopt.attached.reduction import SentBytes, Step
+from commopt.attached.reduction import Reduction, SentBytes, Step
+from commopt.attached.replay import Replays, replay_wanted
 from commopt.feedback import Layout, ResidualStore, spread
 from commopt.feedback.checkpoint import required, whole
 from commopt.groups import Membership, WireBytes
@@ -74,6 +75,7 @@ class Registration:
         self.logs: list[Callable[[], None]] = []
         self.sent = SentBytes()
         self.hook_ns = self.hook_calls = 0
+        self._replays: Replays | None = None
 
     # ------------------------------------------------------------------------------------- the other ranks
 
@@ -161,6 +163,25 @@ class Registration:
         """Take note of another GradScaler."""
         self.scaler = scaler
         self.store.transaction.per_step = scaler is not None and scaler.is_enabled()
+
+    def replay_of(
+        self, store: ResidualStore, device: torch.device, *, moves: bool = False
+    ) -> Callable[[Reduction], bool] | None:
+        """Return what replays buckets whose residuals are in `store`, as Step.replay; None for nothing.
+
+        moves: whether buckets come at other addresses in every step.
+        """
+        if device.type != "cuda":
+            return None
+        if self._replays is None or self._replays.store is not store:
+            before = self.replayed
+            self._replays = Replays(store, before, moves=moves) if replay_wanted() else None
+        return None if self._replays is None else self._replays.replay
+
+    @property
+    def replayed(self) -> int:
+        """The number of buckets that were replayed as CUDA graphs."""
+        return 0 if self._replays is None else self._replays.count
 
     @property
     def residual_paths(self) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ from commopt.feedback.residual import (
     is_average,
 )
 from commopt.feedback.store import ResidualStore
-from commopt.feedback.transaction import Scratch
+from commopt.feedback.transaction import Scratch, Staged, Transaction
 
 __all__ = [
     "ANCHOR",
@@ -49,7 +49,9 @@ __all__ = [
     "Scratch",
     "Side",
     "Spans",
+    "Staged",
     "StepCounts",
+    "Transaction",
     "checked_patterns",
     "falls_behind",
     "gaps",

@@ -53,6 +53,7 @@ class FactorStore:
     may ask for them.
     """
 
+    version: object = field(default_factory=object)  # another one whenever a buffer gets other factors
     _in_use: dict[tuple[str, Layout], Factors] = field(default_factory=dict)
     _waiting: dict[str, dict[str, list[RightFactor]]] = field(default_factory=dict)  # by path and name
     _lock: RLock = field(default_factory=RLock, repr=False)
@@ -68,6 +69,7 @@ class FactorStore:
             return self._in_use[key]
         with self._lock:
             self.release(path, layout.names)
+            self.version = object()
             initial: dict[Side, Tensor] = {"left": make("left"), "right": make("right")}
             factors = self._in_use[key] = Factors(layout, columns, initial["right"].clone(), initial)
             known = self._waiting.get(path, {})
@@ -87,6 +89,7 @@ class FactorStore:
             for key, factors in list(self._in_use.items()):
                 if key[0] == path and not factors.layout.names.isdisjoint(names):
                     del self._in_use[key]
+                    self.version = object()
                     for piece, right in factors.each():
                         self.add(path, RightFactor(piece, right))
 

@@ -109,22 +109,25 @@ def sample_stride(numel: int) -> int:
 
 
 class SampledError:
-    """Relative L2 error of recent encodings: the norm of the new residuals over that of the encoded values."""
+    """Relative L2 error of recent encodings: the norm of the new residuals over that of the encoded values.
+
+    squares: of both, float64 or float32 [2], None before the first sample.
+    """
 
     def __init__(self) -> None:
-        self._squares: Tensor | None = None
+        self.squares: Tensor | None = None
 
     def add(self, residual: Tensor, sent: Tensor) -> None:
         """Take one sample in; those of dropped steps, which are not finite, do not count. No host sync."""
         squares = torch.stack([residual.square().sum(), sent.square().sum()])
         squares = squares.masked_fill(~squares.isfinite().all(), 0.0)
-        if self._squares is None:
-            self._squares = squares
+        if self.squares is None:
+            self.squares = squares
         else:
-            self._squares.mul_(_FORGETTING).add_(squares)  # where they are: a CUDA graph may repeat it
+            self.squares.mul_(_FORGETTING).add_(squares)  # where they are: a CUDA graph may repeat it
 
     def value(self) -> float | None:
         """Return the error, None before the first sample; waits for the device."""
-        if self._squares is None or not self._squares[1]:
+        if self.squares is None or not self.squares[1]:
             return None
-        return float((self._squares[0] / self._squares[1]).sqrt())
+        return float((self.squares[0] / self.squares[1]).sqrt())

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from threading import RLock
@@ -30,6 +30,31 @@ class Scratch:
             buffer = self._buffers[tag, device] = torch.empty(nbytes, dtype=torch.uint8, device=device)
         return buffer[:nbytes].view(dtype).view(shape)
 
+    def tensors(self) -> list[Tensor]:
+        """Return all of the memory: what keeps these may go on using it, also when a tag has grown out of it."""
+        return list(self._buffers.values())
+
+
+@dataclass(eq=False, slots=True)
+class Staged:
+    """What a step has staged so far; the fields are Transaction's."""
+
+    residuals: dict[Residual, tuple[Tensor, int]]
+    factors: list[tuple[Tensor, Tensor]]
+    flags: list[Tensor]
+    checked: int
+    unchecked: list[Tensor]
+    commits: list[Tensor]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Iterate over all that is not committed yet, in order."""
+        for values, _ in self.residuals.values():
+            yield values
+        for pair in self.factors:
+            yield from pair
+        yield from self.flags
+        yield from self.unchecked
+
 
 @dataclass(eq=False)
 class Transaction:
@@ -43,7 +68,7 @@ class Transaction:
     per_step: commit all buckets of a step or none, as a GradScaler drops whole steps; else each bucket by itself.
     steps: complete steps so far.
     dropped: number of commits that a non-finite value prevented.
-    finite: whether all commits of the step were made, bool, 0-d; None where nothing was to be committed.
+    commits: whether each commit of the step was made, bool, 0-d.
     flags: whether the results of the step are finite, bool, 0-d each.
     """
 
@@ -53,7 +78,7 @@ class Transaction:
     per_step: bool = False
     steps: int = 0
     dropped: Tensor | int = 0
-    finite: Tensor | None = None
+    commits: list[Tensor] = field(default_factory=list)
     flags: list[Tensor] = field(default_factory=list)
     _staged: dict[Residual, tuple[Tensor, int]] = field(default_factory=dict)  # each with the rank that rounds it
     _staged_factors: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -67,6 +92,11 @@ class Transaction:
         self.flags.clear()
         self._unchecked = []
         self._checked = 0
+
+    @property
+    def finite(self) -> Tensor | None:
+        """Whether all commits of the step were made, bool, 0-d; None where nothing was to be committed."""
+        return torch.stack(self.commits).all() if self.commits else None
 
     def stage(self, residual: Residual, rank: int = 0) -> tuple[Tensor, Tensor]:
         """Return the residual's values, and where to write the next, which count once committed; both float32.
@@ -105,6 +135,23 @@ class Transaction:
         self._checked = len(self.flags)
         return self.flags
 
+    def snapshot(self) -> Staged:
+        """Return what is staged and not committed yet."""
+        return Staged(
+            dict(self._staged),
+            list(self._staged_factors),
+            list(self.flags),
+            self._checked,
+            list(self._unchecked),
+            list(self.commits),
+        )
+
+    def restore(self, staged: Staged) -> None:
+        """Go back to a snapshot."""
+        self._staged, self._staged_factors = dict(staged.residuals), list(staged.factors)
+        self.flags, self._checked = list(staged.flags), staged.checked
+        self._unchecked, self.commits = list(staged.unchecked), list(staged.commits)
+
     def end_bucket(self, result: Sequence[Tensor] = (), *, last: bool) -> None:
         """Commit the staged values if all results are finite: now, or with a GradScaler at the last bucket of the step.
 
@@ -123,7 +170,7 @@ class Transaction:
 
     def _commit(self) -> None:
         finite = torch.stack(self.check_results()).all()
-        self.finite = finite if self.finite is None else self.finite & finite
+        self.commits.append(finite)
         # No host sync on a GPU, except for residuals that are flushed: in a few steps after a change.
         known = finite.device.type == "cpu" or any(residual.flushing for residual in self._staged)
         committed = {} if known and not finite else self._staged

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeAlias
 from weakref import ref
 
@@ -18,7 +19,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from commopt import recording
 from commopt.errors import CommoptError, LaneError, TransportError
-from commopt.groups import gloo
+from commopt.groups import gloo, segments
 from commopt.groups.gloo import apply_scale
 from commopt.groups.shape import TeamShape
 
@@ -145,15 +146,24 @@ class Team(TeamShape):
     ) -> None:
         """Call and record a collective that writes the first of `tensors` and reads the last. A single rank copies.
 
+        While segments are captured, the call is taken note of for their replays.
+
         Gloo sends host memory only, so GPU tensors are copied to the host and back, and the host waits for both.
         Raises TransportError for errors that may come from a peer.
 
         over_gloo: called over gloo instead of `call`.
         """
-        output, source = tensors[0], tensors[-1]
         if self.size == 1:
-            output.copy_(source)
-            return
+            tensors[0].copy_(tensors[-1])
+        elif (captured := segments.capturing()) is not None:
+            captured.between(partial(self._call, primitive, call, *tensors, over_gloo=over_gloo, **how))
+        else:
+            self._call(primitive, call, *tensors, over_gloo=over_gloo, **how)
+
+    def _call(
+        self, primitive: str, call: Collective, *tensors: Tensor, over_gloo: Collective | None = None, **how: Any
+    ) -> None:
+        output, source = tensors[0], tensors[-1]
         on_gloo = self._on_gloo(output)
         if on_gloo and over_gloo is not None:
             call = over_gloo

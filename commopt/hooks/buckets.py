@@ -177,7 +177,8 @@ class DDPRegistration(Registration):
         number = steps if self.averages is None else self.averages.steps
         ddp = self.model()
         skips = ddp is not None and ddp.find_unused_parameters and not ddp.static_graph
-        self.step = Step(number, self._gradient_store or self.store, self.scaler, skips=skips)
+        store = self._gradient_store or self.store
+        self.step = Step(number, store, self.scaler, skips=skips, replay=self.replay_of(store, device))
         if self.exact_sample is not None and is_capturing():
             self.exact_sample = None  # a CUDA graph would sample in every step, or in none
         if self.exact_sample is not None and self.controller.changes != self._sampled_plan:
@@ -193,7 +194,7 @@ class DDPRegistration(Registration):
         watch = self.steps_between
         if watch is None or torch._C._current_graph_task_id() == -1:
             return  # a rank without data, in DDP's join(), has neither backwards nor optimizer steps
-        if not watch.missed(self.scaler, self.store.transaction.finite):
+        if not watch.missed(self.scaler, self.store.transaction):
             return
         if self.directions is not None:
             raise ConfigurationError(

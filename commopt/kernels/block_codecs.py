@@ -120,8 +120,7 @@ class _CompandedBlocks(BlockCodec):
         super().__init__(codec, blocks, device)
         self._signs = _SignReader(self, torch.empty_like(self._numbers))
         self._table = LevelTable((*LEVELS, *(-level for level in LEVELS)), self.work)
-        constants = torch.tensor((LEVELS[-1], 2.0, 0.75, 1.0), dtype=torch.float32, device=device)
-        self._largest, self._two, self._shift, self._one = constants.unbind()
+        self._largest, self._two, self._shift, self._one = _numbers((LEVELS[-1], 2.0, 0.75, 1.0), device).unbind()
 
     def encode(self, codes: Tensor, scales: Tensor, noise: Tensor | None) -> None:
         inverse = self._grade(scales, self._largest).mul_(self._two)
@@ -233,6 +232,12 @@ def _as_wide(x: Tensor, count: int) -> Tensor:
     """View every 2 float32 as a float64, or every 4 as a complex128: 1-D."""
     doubles = x.view(-1).view(torch.float64)
     return doubles if count == 2 else torch.view_as_complex(doubles.view(-1, 2))
+
+
+@lru_cache(maxsize=64)
+def _numbers(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Return float32 values, copied to the device once: no CUDA graph can hold a copy from the host."""
+    return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 @lru_cache(maxsize=64)

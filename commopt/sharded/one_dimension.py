@@ -89,7 +89,8 @@ class OneDimension(Backwards):
             raise UnsupportedTensorError(f"gradients are {source.dtype}, which commopt does not add up")
         require_length(parts, output.numel())
         if self._is_first(source.device):
-            self.step = Step(self.steps, self.store, self.scaler)
+            replay = self.replay_of(self.store, source.device, moves=True)
+            self.step = Step(self.steps, self.store, self.scaler, replay=replay)
         whole, step, scatter = _whole(parts), self.step, self._scatter
         number, recorded = self._next(whole, source.nbytes)
         reduction = Reduction(

@@ -178,8 +178,10 @@ class ShardedRegistration(Backwards):
                 self.averages.take_turn()
             # As under DDP: of a LocalSGD the optimizer steps say how far gradients go.
             number = self.steps if self.averages is None else self.averages.steps
-            self.step = Step(number, self._of_gradients or self.store, self.scaler)
-            if self.steps_between is None or not self.steps_between.missed(self.scaler, self.store.transaction.finite):
+            store = self._of_gradients or self.store
+            replay = self.replay_of(store, buffer.device, moves=True)
+            self.step = Step(number, store, self.scaler, replay=replay)
+            if self.steps_between is None or not self.steps_between.missed(self.scaler, self.store.transaction):
                 self._sent.clear()
             self._sent_before = bool(self._sent)
         layout, spans = self._layout_of(group, buffer)

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Buckets whose kernels are replayed as CUDA graphs, from the third time on that the same bucket comes.
+
+A replay does to the device what `Reduction.average` would, and to the host's objects what it did when it was captured.
+What may change between steps is compared first: where residuals, factors, masks and the staged values are. Whatever
+differs takes the plain way, kernel by kernel, and is captured anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commopt.attached.reduction import Reduction
+from commopt.errors import ConfigurationError
+from commopt.feedback import SAMPLE_EVERY_STEPS, ResidualStore, Staged
+from commopt.groups import WireBytes
+from commopt.groups.segments import Segments
+
+VARIABLE = "COMMOPT_REPLAY"
+
+_PLAIN_TIMES = 2
+_MOST_CAPTURES = 64  # of one bucket: what changes so often is not worth it
+_LOOK_EVERY_STEPS = 8  # that masks of untouched elements may shrink, for which the host waits
+
+_log = logging.getLogger("commopt")
+
+
+def replay_wanted() -> bool:
+    """Return whether buckets may be replayed. Raises ConfigurationError for a value of COMMOPT_REPLAY but 0 and 1."""
+    value = os.environ.get(VARIABLE, "") or "1"
+    if value not in ("0", "1"):
+        raise ConfigurationError(f"{VARIABLE}={value} must be 1 (or unset), or 0 to launch every kernel by itself")
+    return value == "1"
+
+
+@dataclass(eq=False)
+class _Program:
+    """What a bucket does, captured.
+
+    begins, ends: what is staged before and after it.
+    beside: payload that `Aggregator.calls` cannot foresee, of one step.
+    places: objects whose attributes the graphs work with, and these: tensors, and versions of what holds some.
+    masks: of untouched elements, and their tensors.
+    kept: whatever else the graphs work with, kept alive.
+    """
+
+    segments: Segments
+    begins: Staged
+    ends: Staged
+    beside: WireBytes
+    places: list[tuple[object, str, object]]
+    masks: list[tuple[Any, tuple[Tensor, ...]]]
+    kept: list[object]
+
+
+@dataclass(eq=False)
+class _Bucket:
+    """One kind of bucket: how often it went the plain way, its program, and whether it shall have none."""
+
+    times: int = 0
+    captures: int = 0
+    program: _Program | None = None
+    never: bool = False
+    alive: list[object] = field(default_factory=list)  # what the key names by its id
+
+
+class Replays:
+    """The buckets of one registration.
+
+    store: of their residuals.
+    moves: whether buckets come at other addresses in every step, as FSDP's; they are copied to and from one place.
+    count: how many buckets were replayed.
+    """
+
+    def __init__(self, store: ResidualStore, count: int = 0, *, moves: bool = False) -> None:
+        self.store = store
+        self.moves = moves
+        self.count = count
+        self._buckets: dict[Hashable, _Bucket] = {}
+
+    def replay(self, task: Reduction) -> bool:
+        """Average the bucket of `task` by its graphs, on the current stream; return False where there are none yet.
+
+        The third time they are captured, and replayed at once. Nothing was done where False is returned.
+        """
+        if task.exact_sample is not None or task.recorded is not None or task.base is not None:
+            return False
+        if torch.cuda.is_current_stream_capturing():  # the user captures whole steps
+            return False
+        key = self._key(task)
+        bucket = self._buckets.get(key)
+        if bucket is None:
+            bucket = self._buckets[key] = _Bucket(alive=[task.aggregator, task.team])
+        if bucket.never or not self._is_settled(task):
+            return False
+        program = bucket.program
+        if program is None or not self._fits(program, task):
+            bucket.program = program = self._captured(task, bucket)
+            if program is None:
+                return False
+        elif program.masks and task.step.number % _LOOK_EVERY_STEPS == 0:
+            return False  # on all ranks alike: they may exchange which elements are untouched
+        else:
+            self._repeat_on_host(program, task)
+        self._launch(program, task)
+        self.count += 1
+        return True
+
+    def _key(self, task: Reduction) -> Hashable:
+        step, buffer, source = task.step, task.buffer, task.source
+        number, scaler = step.number, step.scaler
+        place = None if self.moves else buffer.data_ptr()
+        scale = None if scaler is None else getattr(scaler, "_scale", None)
+        return (
+            (task.layout, task.number, task.last, task.scale, task.unit, task.spans),
+            (place, buffer.numel(), buffer.dtype, None if source is None else source.numel()),
+            (id(task.aggregator), id(task.team), task.aggregator.phase(number), number % SAMPLE_EVERY_STEPS == 0),
+            (None if scale is None else scale.data_ptr(), self.store.transaction.per_step),
+        )
+
+    def _is_settled(self, task: Reduction) -> bool:
+        """Return whether all residuals of the bucket are where the last steps had them."""
+        memory = self.store.buffers.get(task.layout)
+        return memory is not None and memory.sender is task.aggregator and memory.complete
+
+    def _fits(self, program: _Program, task: Reduction) -> bool:
+        """Return whether everything that the graphs work with is where it was."""
+        transaction = self.store.transaction
+        if transaction.per_step:
+            now, then = transaction.snapshot(), program.begins
+            if now.residuals.keys() != then.residuals.keys() or not _same(now.tensors(), then.tensors()):
+                return False
+        if not _are_there(program.places):
+            return False
+        return all(_same(mask.tensors(), tensors) for mask, tensors in program.masks)
+
+    # ------------------------------------------------------------------------------------- capture
+
+    def _captured(self, task: Reduction, bucket: _Bucket) -> _Program | None:
+        """Capture the bucket if it is time; what the host keeps is then as after `Reduction.average`."""
+        store, transaction = self.store, self.store.transaction
+        try:
+            task.aggregator.check_capture(task.step.number, task.team)
+        except ConfigurationError:
+            bucket.never = task.step.number > task.aggregator.start_step
+            return None
+        masks = [mask for (_, layout), mask in store.untouched.items() if layout.shares_names(task.layout)]
+        masks = [mask for mask in masks if not mask.empty]
+        if masks and task.step.number % _LOOK_EVERY_STEPS == 0:
+            return None
+        bucket.times += 1
+        if bucket.times <= _PLAIN_TIMES:
+            return None
+        bucket.captures += 1
+        bucket.never = bucket.captures > _MOST_CAPTURES
+        begins, steps, beside, sums = transaction.snapshot(), transaction.steps, store.beside, self._sums()
+        segments, there = Segments(), self._at_one_place(task)
+        try:
+            with segments.captured():
+                there.average()
+        except Exception as error:
+            self._undo(begins, steps, beside)
+            bucket.never = True
+            _log.warning(
+                "%s cannot be replayed as a CUDA graph, and its kernels are launched one by one: %s: %s",
+                task,
+                type(error).__name__,
+                error,
+            )
+            return None
+        if not _are_there(sums):  # one has begun just now: later steps add to it
+            self._undo(begins, steps, beside)
+            for each, name, value in sums:
+                setattr(each, name, value)
+            return None
+        sent = WireBytes(store.beside.intra - beside.intra, store.beside.inter - beside.inter)
+        places = self._places(task)
+        kept: list[object] = [there.buffer, there.source, *store.scratch.tensors(), [each for each, *_ in places]]
+        masked = [(mask, tuple(mask.tensors())) for mask in masks]
+        return _Program(segments, begins, transaction.snapshot(), sent, places, masked, kept)
+
+    def _undo(self, begins: Staged, steps: int, beside: WireBytes) -> None:
+        """Let the host's objects be as before a capture."""
+        self.store.transaction.restore(begins)
+        self.store.transaction.steps = steps
+        self.store.beside = beside
+
+    def _places(self, task: Reduction) -> list[tuple[object, str, object]]:
+        store, transaction = self.store, self.store.transaction
+        residuals = {*store.buffers[task.layout].found.values(), *transaction.snapshot().residuals}
+        places = [(store.factors, "version", store.factors.version), *self._sums()]
+        for residual in residuals:
+            places += [(residual, "values", residual.values), (residual, "spare", residual.spare)]
+        return places
+
+    def _sums(self) -> list[tuple[object, str, object]]:
+        """Return the sums over steps, which are added to where they are."""
+        transaction, error = self.store.transaction, self.store.error
+        return [(transaction, "dropped", transaction.dropped), (error, "squares", error.squares)]
+
+    def _at_one_place(self, task: Reduction) -> Reduction:
+        """Return the same task, its tensors where those of every step are copied to."""
+        if not self.moves:
+            return task
+        scratch, buffer, source = self.store.scratch, task.buffer, task.source
+        there = scratch.take("replayed", tuple(buffer.shape), buffer.dtype, buffer.device)
+        if source is not None:
+            source = scratch.take("replayed source", tuple(source.shape), source.dtype, source.device)
+        return replace(task, buffer=there, source=source)
+
+    # ------------------------------------------------------------------------------------- replay
+
+    def _repeat_on_host(self, program: _Program, task: Reduction) -> None:
+        """Do to the host's objects what the bucket did to them when it was captured."""
+        store, transaction = self.store, self.store.transaction
+        commits = transaction.commits + program.ends.commits[len(program.begins.commits) :]
+        if transaction.per_step:
+            transaction.restore(program.ends)
+        transaction.commits = commits
+        if task.last:
+            transaction.steps += 1
+        if program.beside != _NOTHING_BESIDE:
+            store.beside += program.beside
+
+    def _launch(self, program: _Program, task: Reduction) -> None:
+        if not self.moves:
+            program.segments.replay()
+            return
+        there, source = program.kept[:2]
+        assert isinstance(there, Tensor)
+        if task.source is not None and isinstance(source, Tensor):
+            source.copy_(task.source)
+        else:
+            there.copy_(task.buffer)
+        program.segments.replay()
+        task.buffer.copy_(there)
+
+
+_NOTHING_BESIDE = WireBytes()
+
+
+def _are_there(places: Sequence[tuple[object, str, object]]) -> bool:
+    return all(getattr(each, name) is value for each, name, value in places)
+
+
+def _same(these: Any, those: Any) -> bool:
+    these, those = list(these), list(those)
+    return len(these) == len(those) and all(map(partial(_is), these, those))
+
+
+def _is(one: object, other: object) -> bool:
+    return one is other

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CUDA graphs of the kernels between collectives, to be replayed with the collectives between them.
+
+A step's kernels are mostly the same as in the step before, and a host needs longer to launch them than a GPU to run
+them. Captured once, they are launched with one call for each segment. Collectives stay outside of the graphs: each is
+called as ever, so torch's watchdog knows of it, errors are raised where they were, and it is this rank's own affair
+whether it replays (NCCL wants a captured collective to be captured on all ranks alike).
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from typing import Any
+
+import torch
+
+_own = threading.local()  # `capturing`: the Segments that this thread captures
+_EMPTY = "The CUDA Graph is empty"
+
+
+def capturing() -> Segments | None:
+    """Return the segments that the calling thread is capturing, None for none."""
+    return getattr(_own, "capturing", None)
+
+
+class Segments:
+    """The kernels of some work on the current stream as CUDA graphs, with the collectives between them."""
+
+    def __init__(self) -> None:
+        self._parts: list[Callable[[], object]] = []
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def replay(self) -> None:
+        """Launch everything on the current stream, and call the collectives, in order."""
+        for part in self._parts:
+            part()
+
+    @contextmanager
+    def captured(self) -> Iterator[None]:
+        """Capture what the body launches: nothing of it runs, and no collective is called. Raises what the body does.
+
+        The current stream must not be the default one. Memory that the body allocates is shared by all segments of this
+        process, so it must not be read after the next segments are replayed.
+        """
+        _own.capturing = self
+        try:
+            self._begin()
+            yield
+            self._end()
+        finally:
+            _own.capturing = None
+            if self._graph is not None:  # the body raised: a stream that is left capturing could do nothing else
+                with suppress(RuntimeError):
+                    self._graph.capture_end()
+                self._graph = None
+
+    def between(self, collective: Callable[[], object]) -> None:
+        """Take note of a collective, which is called in each replay between what came before it and what comes now."""
+        self._end()
+        self._parts.append(collective)
+        self._begin()
+
+    def _begin(self) -> None:
+        graph = torch.cuda.CUDAGraph()
+        # Other threads, such as torch's watchdog, go on using CUDA.
+        graph.capture_begin(pool=_pool(torch.cuda.current_device()), capture_error_mode="thread_local")
+        self._graph = graph
+
+    def _end(self) -> None:
+        graph, self._graph = self._graph, None
+        assert graph is not None
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            graph.capture_end()
+        empty = [each for each in said if _EMPTY in str(each.message)]
+        for other in said:
+            if other not in empty:
+                warnings.warn_explicit(other.message, other.category, other.filename, other.lineno)
+        if not empty:
+            self._parts.append(graph.replay)
+
+
+@cache
+def _pool(device: int) -> Any:
+    return torch.cuda.graph_pool_handle()
