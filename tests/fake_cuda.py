@@ -227,6 +227,8 @@ class Gpu:
         self.faults: list[str] = []
         self.host: Clock = {}
         self.streams: list[Stream] = []
+        self.operations = 0  # launched by torch
+        self.asked = 0  # how often torch asked the driver for the number of devices
         self._blocks: dict[int, Block] = {}
         self._free: list[Block] = []
         self._patches = ExitStack()
@@ -241,11 +243,11 @@ class Gpu:
         self.stream = self.main = Stream()
         cuda = {
             **{"Stream": Stream, "Event": Event, "stream": self._on, "device": _nothing, "synchronize": self.finish},
-            "current_stream": lambda *device: self.stream,
+            "current_stream": self._current,
             "default_stream": lambda *device: self.main,
             "is_current_stream_capturing": lambda: False,
-            **dict.fromkeys(("is_available", "is_initialized"), lambda: True),
-            **{"current_device": lambda: 0, "device_count": lambda: 1},
+            **{"is_initialized": lambda: True, "is_available": lambda: self._count_devices() > 0},
+            **{"current_device": lambda: 0, "device_count": self._count_devices},
         }
         for name, value in cuda.items():
             self._patches.enter_context(patch.object(torch.cuda, name, value))
@@ -262,8 +264,18 @@ class Gpu:
         self._patches.close()
         self.entered.remove(self)
 
+    def _count_devices(self) -> int:
+        self.asked += 1
+        return 1
+
+    def _current(self, device: Any = None) -> Stream:
+        if getattr(device, "index", None) is None:  # torch looks for a device first
+            self._count_devices()
+        return self.stream
+
     @contextmanager
     def _on(self, stream: Stream) -> Iterator[None]:
+        self._count_devices()  # as torch does, to find the current device
         before, self.stream = self.stream, stream
         try:
             yield
@@ -290,6 +302,7 @@ class Gpu:
         given = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, Tensor)]
         is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
         if not is_view and name not in _OF_SHAPE:
+            self.operations += 1
             self._use(func, args, kwargs)
         if name in _WAITS:
             self.stream.synchronize()
