@@ -8,10 +8,9 @@ import fcntl
 import re
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from shutil import which
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -129,10 +128,9 @@ def launched_by(kernels: Loader) -> Any:
 @contextmanager
 def on_the_cpu(kernels: Loader) -> Iterator[None]:
     """Have the wrappers of all kernels launch with `kernels` what is on the CPU."""
-    stream = SimpleNamespace(cuda_stream=0)
+    names = ("_cuda_exchangeDevice", "_cuda_getCurrentRawStream", "_cuda_maybeExchangeDevice")
     with (
-        patch.object(torch.cuda, "device", nullcontext),
-        patch.object(torch.cuda, "current_stream", lambda: stream),
+        patch.multiple(torch._C, create=True, **dict.fromkeys(names, lambda index: 0)),
         patch.object(loader, "_cpu_kernels", lambda: None),
         launched_by(kernels),
     ):

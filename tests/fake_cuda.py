@@ -72,13 +72,25 @@ class Event:
 
 
 class Stream:
-    """Stands for torch.cuda.Stream; `cuda_stream` is its number."""
+    """Stands for torch.cuda.Stream; `cuda_stream` and `stream_id` are its number."""
 
-    def __init__(self, device: Any = None, priority: int = 0) -> None:
+    cuda_stream: int
+    clock: Clock
+    device_index, device_type = 0, 1
+
+    def __new__(cls, device: Any = None, priority: int = 0, stream_id: int | None = None, **_: Any) -> Stream:
         streams = Gpu.now().streams
-        self.cuda_stream = len(streams)
-        self.clock: Clock = {}
-        streams.append(self)
+        if stream_id is not None:
+            return streams[stream_id]
+        stream = super().__new__(cls)
+        stream.cuda_stream = len(streams)
+        stream.clock = {}
+        streams.append(stream)
+        return stream
+
+    @property
+    def stream_id(self) -> int:
+        return self.cuda_stream
 
     def __repr__(self) -> str:
         return f"stream {self.cuda_stream}"
@@ -151,7 +163,7 @@ class Future:
         child = Future()
 
         def call() -> None:
-            with torch.cuda.stream(Stream()):  # type: ignore[arg-type]
+            with Gpu.now().within(Stream()):
                 self._ended.wait()
                 child.set_result(callback(self))
 
@@ -251,6 +263,14 @@ class Gpu:
         }
         for name, value in cuda.items():
             self._patches.enter_context(patch.object(torch.cuda, name, value))
+        below = {
+            **dict.fromkeys(("_cuda_exchangeDevice", "_cuda_maybeExchangeDevice"), lambda index: 0),
+            "_cuda_getCurrentRawStream": lambda index: self.stream.cuda_stream,
+            "_cuda_getCurrentStream": lambda index: (self.stream.stream_id, 0, 1),
+            "_cuda_setStream": self._set,
+        }
+        for name, value in below.items():  # a torch without CUDA has none of them
+            self._patches.enter_context(patch.object(torch._C, name, value, create=True))
         for name in _FACTORIES:
             self._patches.enter_context(patch.object(torch, name, self._factory(getattr(torch, name))))
         self._patches.enter_context(patch.object(torch.futures, "Future", _either_future(torch.futures.Future)))
@@ -273,9 +293,18 @@ class Gpu:
             self._count_devices()
         return self.stream
 
+    def _set(self, stream_id: int, device_index: int, device_type: int) -> None:
+        self.stream = self.streams[stream_id]
+
     @contextmanager
     def _on(self, stream: Stream) -> Iterator[None]:
         self._count_devices()  # as torch does, to find the current device
+        with self.within(stream):
+            yield
+
+    @contextmanager
+    def within(self, stream: Stream) -> Iterator[None]:
+        """Make a stream the current one."""
         before, self.stream = self.stream, stream
         try:
             yield

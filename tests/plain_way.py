@@ -24,6 +24,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._library import simple_registry
 
 import commopt
 from commopt.attached.options import AttachOptions
@@ -34,7 +35,7 @@ from commopt.kernels import loader
 from commopt.kernels.codec import DTYPES
 from commopt.kernels.loader import Arguments, Loader
 from commopt.lanes import LaneClient, registry
-from tests import fake_cuda
+from tests import fake_cuda, test_cuda_streams
 from tests.fake_cuda import DEVICE, Gpu
 from tests.test_cuda_streams import Setup
 from topology import Cluster
@@ -49,12 +50,18 @@ PRESETS = (
     "hierarchical_dgc",
     "hierarchical_powersgd",
 )
-WIDTH = 96
+WIDTH = 384  # all vectors are worth being quantized, as those of GPT-2 are
 BUCKETS = 3
 STEADY_STEP = 4001  # past all warm-up, and not one whose compression error is sampled
 SETTLING_STEPS = 4
 
-_STANDS_FOR_THE_DEVICE = (fake_cuda.__file__, mock.__file__, __file__)
+_STANDS_FOR_THE_DEVICE = (
+    fake_cuda.__file__,
+    test_cuda_streams.__file__,
+    mock.__file__,
+    simple_registry.__file__,
+    __file__,
+)
 
 
 class Counts(NamedTuple):

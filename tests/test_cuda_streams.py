@@ -321,7 +321,7 @@ def everything() -> list[str]:
 MUTANTS = {
     "the lane waits for no stream": (lane, "Pending", "stream.wait_event(self._ready)", "pass"),
     "memory is not recorded": (stream, "StreamLane", "tensor.record_stream(self._stream)", "pass"),
-    "the work runs on the caller's stream": (stream, "StreamLane", "with torch.cuda.stream(self._stream):", "if True:"),
+    "the work runs on the caller's stream": (stream, "StreamLane", "with on_stream(self._stream):", "if True:"),
     "results are finished on another stream": (
         stream,
         "StreamLane",

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from math import sqrt
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,7 @@ EVERY_STEPS = 8
 MAX_SAMPLE_NUMEL = 2048
 MOST_STEPS_BEHIND = 10.0
 _FORGETTING = 0.75  # from one sample to the next
+_SAMPLES = 32  # of the error of encodings: what is forgotten of an older one is 0.9999
 
 
 class ExactSample:
@@ -112,19 +115,27 @@ class SampledError:
     """Relative L2 error of recent encodings: the norm of the new residuals over that of the encoded values."""
 
     def __init__(self) -> None:
-        self._squares: Tensor | None = None
+        self._squares: Tensor | None = None  # of the last samples, in turn: where a CUDA graph may write one again
+        self._taken = 0
 
     def add(self, residual: Tensor, sent: Tensor) -> None:
-        """Take one sample in; those of dropped steps, which are not finite, do not count. No host sync."""
-        squares = torch.stack([residual.square().sum(), sent.square().sum()])
-        squares = squares.masked_fill(~squares.isfinite().all(), 0.0)
+        """Take one sample in, of float32. No host sync."""
         if self._squares is None:
-            self._squares = squares
-        else:
-            self._squares.mul_(_FORGETTING).add_(squares)  # where they are: a CUDA graph may repeat it
+            self._squares = torch.zeros(_SAMPLES, 2, dtype=torch.float32, device=sent.device)
+        squares = self._squares[self._taken % _SAMPLES]
+        torch.dot(residual, residual, out=squares[0])
+        torch.dot(sent, sent, out=squares[1])
+        self._taken += 1
 
     def value(self) -> float | None:
-        """Return the error, None before the first sample; waits for the device."""
-        if self._squares is None or not self._squares[1]:
+        """Return the error, None before the first sample; waits for the device.
+
+        Samples of dropped steps, which are not finite, do not count.
+        """
+        if self._squares is None:
             return None
-        return float((self._squares[0] / self._squares[1]).sqrt())
+        squares = self._squares.cpu().double()
+        ages = (self._taken - 1 - torch.arange(_SAMPLES, device="cpu")) % _SAMPLES
+        squares[~squares.isfinite().all(1)] = 0.0
+        lost, sent = (squares * (_FORGETTING ** ages.double()).unsqueeze(1)).sum(0).tolist()
+        return sqrt(lost / sent) if sent else None

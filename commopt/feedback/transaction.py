@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from commopt.feedback.residual import Residual, round_stochastically
+from commopt.kernels.finite import all_finite, all_true
 
 
 class Scratch:
@@ -100,7 +101,7 @@ class Transaction:
 
     def check_results(self) -> list[Tensor]:
         """Return the flags of all results so far; results without one are looked at now, before they may change."""
-        self.flags.extend(values.isfinite().all() for values in self._unchecked)
+        self.flags.extend(all_finite(values) for values in self._unchecked)
         self._unchecked = []
         self._checked = len(self.flags)
         return self.flags
@@ -122,7 +123,7 @@ class Transaction:
             self.steps += 1
 
     def _commit(self) -> None:
-        finite = torch.stack(self.check_results()).all()
+        finite = all_true(self.check_results())
         self.finite = finite if self.finite is None else self.finite & finite
         # No host sync on a GPU, except for residuals that are flushed: in a few steps after a change.
         known = finite.device.type == "cpu" or any(residual.flushing for residual in self._staged)

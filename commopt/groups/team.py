@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from commopt import recording
 from commopt.errors import CommoptError, LaneError, TransportError
-from commopt.groups import gloo
+from commopt.groups import gloo, nccl
 from commopt.groups.gloo import apply_scale
 from commopt.groups.shape import TeamShape
 
@@ -27,6 +27,11 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 Collective: TypeAlias = Callable[..., object]
+
+_OVER_NCCL: dict[str, Collective] = {
+    **{"all_reduce": nccl.all_reduce, "reduce": nccl.reduce, "broadcast": nccl.broadcast},
+    **{"reduce_scatter": nccl.reduce_scatter, "all_gather": nccl.all_gather, "all_to_all": nccl.all_to_all},
+}
 
 _ABORT_LIMIT_S = 10.0
 
@@ -61,7 +66,9 @@ class Team(TeamShape):
     @property
     def default_device(self) -> torch.device:
         """The type of device whose tensors this team is for; the CPU if this machine has no GPU."""
-        return super().default_device if torch.cuda.is_available() else torch.device("cpu")
+        device = super().default_device
+        usable = device.type == "cpu" or torch.cuda.is_initialized() or torch.cuda.is_available()  # the last is slow
+        return device if usable else torch.device("cpu")
 
     def all_reduce(self, tensor: Tensor, *, scale: float = 1.0) -> None:
         """Set `tensor` to `scale * sum` over the team; each rank scales its values before they are added."""
@@ -154,9 +161,12 @@ class Team(TeamShape):
         if self.size == 1:
             output.copy_(source)
             return
-        on_gloo = self._on_gloo(output)
+        backend = self.backend(output.device)
+        on_gloo = backend == "gloo"
         if on_gloo and over_gloo is not None:
             call = over_gloo
+        elif backend == "nccl":
+            call = _OVER_NCCL.get(primitive, call)
         group = None if self._closed else self._live_group()
         if group is None:
             raise LaneError(
