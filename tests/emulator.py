@@ -128,9 +128,14 @@ def launched_by(kernels: Loader) -> Any:
 @contextmanager
 def on_the_cpu(kernels: Loader) -> Iterator[None]:
     """Have the wrappers of all kernels launch with `kernels` what is on the CPU."""
-    names = ("_cuda_exchangeDevice", "_cuda_getCurrentRawStream", "_cuda_maybeExchangeDevice")
+
+    def device(index: int) -> int:
+        return 0
+
     with (
-        patch.multiple(torch._C, create=True, **dict.fromkeys(names, lambda index: 0)),
+        patch.object(torch._C, "_cuda_exchangeDevice", device, create=True),
+        patch.object(torch._C, "_cuda_getCurrentRawStream", device, create=True),
+        patch.object(torch._C, "_cuda_maybeExchangeDevice", device, create=True),
         patch.object(loader, "_cpu_kernels", lambda: None),
         launched_by(kernels),
     ):

@@ -231,7 +231,7 @@ def count(preset: str, size: int = 2, step: int = STEADY_STEP) -> tuple[Counts, 
         assert not gpu.faults, gpu.faults
     names: Counter[str] = Counter()
     for code, times in profile.functions.items():
-        names[f"{Path(code.co_filename).name}:{code.co_qualname}"] += times
+        names[f"{Path(code.co_filename).name}:{code.co_firstlineno} {code.co_name}"] += times
     launched, operations, asked = (late - early for late, early in zip(after, before, strict=True))
     return Counts(launched, operations, names.total(), asked), names
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import shutil
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 
@@ -128,6 +129,7 @@ class TestTrial:
 
     @pytest.fixture(autouse=True)
     def on_the_cpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "device", nullcontext)
         for name in ("_cuda_exchangeDevice", "_cuda_getCurrentRawStream", "_cuda_maybeExchangeDevice"):
             monkeypatch.setattr(torch._C, name, lambda index: 0, raising=False)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

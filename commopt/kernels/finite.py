@@ -14,7 +14,8 @@ def all_finite(values: Tensor, below: float = inf) -> Tensor:
     """Return whether all elements are smaller in magnitude than `below`, which no NaN is: bool, 0-d."""
     if values.numel() == 0:
         return torch.ones((), dtype=torch.bool, device=values.device)
-    return torch.linalg.vector_norm(values, inf) < below  # isfinite() alone would be four kernels
+    largest: Tensor = torch.linalg.vector_norm(values, inf)
+    return largest < below  # isfinite() alone would be four kernels
 
 
 def all_true(flags: Sequence[Tensor]) -> Tensor:
