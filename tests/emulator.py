@@ -8,10 +8,9 @@ import fcntl
 import re
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from shutil import which
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -129,10 +128,14 @@ def launched_by(kernels: Loader) -> Any:
 @contextmanager
 def on_the_cpu(kernels: Loader) -> Iterator[None]:
     """Have the wrappers of all kernels launch with `kernels` what is on the CPU."""
-    stream = SimpleNamespace(cuda_stream=0)
+
+    def device(index: int) -> int:
+        return 0
+
     with (
-        patch.object(torch.cuda, "device", nullcontext),
-        patch.object(torch.cuda, "current_stream", lambda: stream),
+        patch.object(torch._C, "_cuda_exchangeDevice", device, create=True),
+        patch.object(torch._C, "_cuda_getCurrentRawStream", device, create=True),
+        patch.object(torch._C, "_cuda_maybeExchangeDevice", device, create=True),
         patch.object(loader, "_cpu_kernels", lambda: None),
         launched_by(kernels),
     ):

@@ -77,13 +77,25 @@ class Event:
 
 
 class Stream:
-    """Stands for torch.cuda.Stream; `cuda_stream` is its number."""
+    """Stands for torch.cuda.Stream; `cuda_stream` and `stream_id` are its number."""
 
-    def __init__(self, device: Any = None, priority: int = 0) -> None:
+    cuda_stream: int
+    clock: Clock
+    device_index, device_type = 0, 1
+
+    def __new__(cls, device: Any = None, priority: int = 0, stream_id: int | None = None, **_: Any) -> Stream:
         streams = Gpu.now().streams
-        self.cuda_stream = len(streams)
-        self.clock: Clock = {}
-        streams.append(self)
+        if stream_id is not None:
+            return streams[stream_id]
+        stream = super().__new__(cls)
+        stream.cuda_stream = len(streams)
+        stream.clock = {}
+        streams.append(stream)
+        return stream
+
+    @property
+    def stream_id(self) -> int:
+        return self.cuda_stream
 
     def __repr__(self) -> str:
         return f"stream {self.cuda_stream}"
@@ -156,7 +168,7 @@ class Future:
         child = Future()
 
         def call() -> None:
-            with torch.cuda.stream(Stream()):  # type: ignore[arg-type]
+            with Gpu.now().within(Stream()):
                 self._ended.wait()
                 child.set_result(callback(self))
 
@@ -268,7 +280,9 @@ class Gpu:
         self.host: Clock = {}
         self.streams: list[Stream] = []
         self.capturing: Graph | None = None
-        self.launches = self.replays = 0  # operations outside of graphs, and graphs
+        self.replays = 0  # of graphs
+        self.operations = 0  # launched by torch, by themselves or in a graph
+        self.asked = 0  # how often torch asked the driver for the number of devices
         self._blocks: dict[int, Block] = {}
         self._free: list[Block] = []
         self._patches = ExitStack()
@@ -283,15 +297,23 @@ class Gpu:
         self.stream = self.main = Stream()
         cuda = {
             **{"Stream": Stream, "Event": Event, "stream": self._on, "device": _nothing, "synchronize": self.finish},
-            "current_stream": lambda *device: self.stream,
+            "current_stream": self._current,
             "default_stream": lambda *device: self.main,
             "is_current_stream_capturing": lambda: self.capturing is not None,
             **{"CUDAGraph": Graph, "graph_pool_handle": lambda: (0, 0)},
-            **dict.fromkeys(("is_available", "is_initialized"), lambda: True),
-            **{"current_device": lambda: 0, "device_count": lambda: 1},
+            **{"is_initialized": lambda: True, "is_available": lambda: self._count_devices() > 0},
+            **{"current_device": lambda: 0, "device_count": self._count_devices},
         }
         for name, value in cuda.items():
             self._patches.enter_context(patch.object(torch.cuda, name, value))
+        below = {
+            **dict.fromkeys(("_cuda_exchangeDevice", "_cuda_maybeExchangeDevice"), lambda index: 0),
+            "_cuda_getCurrentRawStream": lambda index: self.stream.cuda_stream,
+            "_cuda_getCurrentStream": lambda index: (self.stream.stream_id, 0, 1),
+            "_cuda_setStream": self._set,
+        }
+        for name, value in below.items():  # a torch without CUDA has none of them
+            self._patches.enter_context(patch.object(torch._C, name, value, create=True))
         for name in _FACTORIES:
             self._patches.enter_context(patch.object(torch, name, self._factory(getattr(torch, name))))
         self._patches.enter_context(patch.object(torch.futures, "Future", _either_future(torch.futures.Future)))
@@ -305,8 +327,27 @@ class Gpu:
         self._patches.close()
         self.entered.remove(self)
 
+    def _count_devices(self) -> int:
+        self.asked += 1
+        return 1
+
+    def _current(self, device: Any = None) -> Stream:
+        if getattr(device, "index", None) is None:  # torch looks for a device first
+            self._count_devices()
+        return self.stream
+
+    def _set(self, stream_id: int, device_index: int, device_type: int) -> None:
+        self.stream = self.streams[stream_id]
+
     @contextmanager
     def _on(self, stream: Stream) -> Iterator[None]:
+        self._count_devices()  # as torch does, to find the current device
+        with self.within(stream):
+            yield
+
+    @contextmanager
+    def within(self, stream: Stream) -> Iterator[None]:
+        """Make a stream the current one."""
         before, self.stream = self.stream, stream
         try:
             yield
@@ -360,7 +401,7 @@ class Gpu:
             self._access(each, self.stream.work(), writes=True, what=f"a result of {func}")
 
     def _use(self, func: Any, args: Any, kwargs: Any) -> None:
-        self.launches += 1
+        self.operations += 1
         time = self.stream.work()
         for number, parameter in enumerate(func._schema.arguments):
             value = args[number] if number < len(args) else kwargs.get(parameter.name)

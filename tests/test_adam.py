@@ -19,7 +19,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
 from commopt import DGC, Adam, Aggregator, Compressed, ConfigurationError, Hierarchical, OneBit
-from commopt.feedback import SAMPLE_EVERY_STEPS, Layout
+from commopt.aggregate.adam import COMPARE_EVERY_STEPS
+from commopt.feedback import Layout
 from commopt.groups import TeamShape
 from tests.catalogue import run_on
 from tests.chosen import threads
@@ -179,7 +180,7 @@ def directions_of(state: Mapping[str, Any], before: Mapping[str, Any], step: int
         )
         owed[name] = mean_hat / (square_hat.sqrt() + 1e-8) / nodes
     agreed = {piece: 1.0 for piece in state["residuals"]["inter.exp_avg/worker"]}
-    for entry in (state if step % SAMPLE_EVERY_STEPS else before)["factors"]:  # as they were when it was sent
+    for entry in (state if step % COMPARE_EVERY_STEPS else before)["factors"]:  # as they were when it was sent
         name, begin, end = entry["piece"]
         agreed[f"{name}[{begin}:{end}]"] = float(entry["right"])
     for piece, share in agreed.items():

@@ -142,10 +142,8 @@ class Training:
         futures = []
         for place, (name, each) in enumerate(zip(BUCKETS, self.streams, strict=True)):
             with torch.cuda.stream(each):
-                drawn = self.fill(
-                    place, torch.randn(NUMEL, generator=torch.Generator().manual_seed(10 * number + place))
-                )
-                self.buckets[place].copy_(drawn.to(DEVICE))
+                drawn = torch.randn(NUMEL, generator=torch.Generator().manual_seed(10 * number + place))
+                self.buckets[place].copy_(self.fill(place, drawn).to(DEVICE))
                 bucket: Any = GradBucket(place, self.buckets[place], self.model[name])
                 futures.append(self.registration.reduce(bucket))
             torch.zeros(NUMEL, device=DEVICE)  # backward goes on, in memory that is free
@@ -318,7 +316,7 @@ def everything() -> list[str]:
 MUTANTS = {
     "the lane waits for no stream": (lane, "Pending", "stream.wait_event(self._ready)", "pass"),
     "memory is not recorded": (stream, "StreamLane", "tensor.record_stream(self._stream)", "pass"),
-    "the work runs on the caller's stream": (stream, "StreamLane", "with torch.cuda.stream(self._stream):", "if True:"),
+    "the work runs on the caller's stream": (stream, "StreamLane", "with on_stream(self._stream):", "if True:"),
     "results are finished on another stream": (
         stream,
         "StreamLane",

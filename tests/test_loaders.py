@@ -8,7 +8,7 @@ import shutil
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
@@ -130,7 +130,8 @@ class TestTrial:
     @pytest.fixture(autouse=True)
     def on_the_cpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "device", nullcontext)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+        for name in ("_cuda_exchangeDevice", "_cuda_getCurrentRawStream", "_cuda_maybeExchangeDevice"):
+            monkeypatch.setattr(torch._C, name, lambda index: 0, raising=False)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
     def install(self, patch: pytest.MonkeyPatch, **loaders: loader.Loader | Exception) -> None:

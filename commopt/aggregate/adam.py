@@ -22,10 +22,11 @@ from commopt.aggregate.rows import RowFormat
 from commopt.compress import ErrorFeedback
 from commopt.concise_repr import ConciseRepr
 from commopt.errors import ConfigurationError
-from commopt.feedback import EXP_AVG, EXP_AVG_SQ, SAMPLE_EVERY_STEPS, BufferContext, Layout, ResidualStore
+from commopt.feedback import EXP_AVG, EXP_AVG_SQ, BufferContext, Layout, ResidualStore
 from commopt.groups import Team, TeamShape
 from commopt.kernels.residual import cache_numel
 
+COMPARE_EVERY_STEPS = 8
 _LEAST_WEIGHT = 0.25  # of a new measurement of the agreement
 
 
@@ -75,7 +76,7 @@ class Adam(ConciseRepr):
 
     def compares(self, step: int | None) -> bool:
         """Return whether nodes compare their directions in `step` (None: in most)."""
-        return step is not None and step % SAMPLE_EVERY_STEPS == 0
+        return step is not None and step % COMPARE_EVERY_STEPS == 0
 
     def calls(self, buffer: Buffer, team: TeamShape) -> tuple[Action, ...]:
         """Return the exchange of how far nodes agree, which is exact, beside that of the directions."""
@@ -145,7 +146,7 @@ class Adam(ConciseRepr):
         residuals: Sequence[ErrorFeedback | None],
         context: BufferContext,
     ) -> None:
-        """Measure, every SAMPLE_EVERY_STEPS-th step, how far nodes agree: others' directions against this rank's own.
+        """Measure, every COMPARE_EVERY_STEPS-th step, how far nodes agree: others' directions against this rank's own.
 
         With c the cosine of two nodes' directions and a the share of the noise's square that b1 leaves in m, the share
         of a gradient's square that all nodes agree on is h = a c / (1 - c + a c). Collective over `team`: were each
@@ -181,7 +182,7 @@ class Adam(ConciseRepr):
         noise = (1 - b1) / (1 + b1) * (1 + b1**steps) / (1 - b1**steps)
         found = noise * (1 - apart) / (apart + noise * (1 - apart))
         known = self._agreement(context, direction.device)
-        weight = max(_LEAST_WEIGHT, 1 / (1 + context.step // SAMPLE_EVERY_STEPS))
+        weight = max(_LEAST_WEIGHT, 1 / (1 + context.step // COMPARE_EVERY_STEPS))
         staged = context.store.transaction.stage_factors(known)
         staged.copy_(torch.where(squares > 0, torch.lerp(known[:, 0], found, weight), known[:, 0]).unsqueeze(1))
 

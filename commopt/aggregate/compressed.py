@@ -40,6 +40,7 @@ from commopt.feedback import (
     scale_and_add,
 )
 from commopt.groups import Team, TeamShape, apply_scale
+from commopt.kernels.finite import all_finite, all_true
 
 _EVERYTHING = ("*",)
 
@@ -362,8 +363,8 @@ def _report_finite(rows: RowFormat, payloads: Tensor, buffer: Tensor, context: B
         return
     flags = [region.compressor.finite(region.payload(payloads), region.chunk_numel) for region in rows.regions]
     if rows.rounds:  # the cast may overflow what was finite
-        flags.append(buffer.to(rows.dtype).isfinite().all())
-    finite = torch.stack(flags).all()
+        flags.append(all_finite(buffer.to(rows.dtype)))
+    finite = all_true(flags)
     mark_non_finite(buffer, finite)
     context.report(finite)
 

@@ -14,11 +14,13 @@ from commopt.aggregate.residuals import add_rounding_error, unscaled
 from commopt.aggregate.sums import Sums
 from commopt.aggregate.zero_matrices import MaskedMatrices, count_beside
 from commopt.compress import ErrorFeedback
-from commopt.feedback import SAMPLE_EVERY_STEPS, BufferContext, Feedback, Side, Spans
+from commopt.feedback import SAMPLE_EVERY_STEPS, BufferContext, Factors, Feedback, Side, Spans
 from commopt.kernels import lowrank
+from commopt.kernels.finite import all_finite
 from commopt.kernels.loader import cpu_kernels
 from commopt.kernels.residual import cache_numel
 
+_MOST_ADDED_ALONE = 2  # matrices of a GPU: a launch costs more than another pass over more of them
 _WORDS = 4  # uniform numbers that make one that is nearly normal
 
 
@@ -86,10 +88,7 @@ class Exchange:
         sums.add_up(message, numel, context.scratch)  # any left factors will do, if all have the same
         if mask is not None:
             mask.arrived(message[-1:], sums, context)
-        # Rows of zeros get no noise: what is zero on all ranks would move. Right factors have some in all of their
-        # rows, so that no row of a matrix is multiplied to zero.
-        begin = factors.initial["left"] * left.ne(0).any(1, keepdim=True)
-        self._orthogonalize("left", left, left, begin)
+        self._orthogonalize("left", left, left, factors)
         shape = (plan.rows["right"], self._matrix_rank)
         right = context.scratch.take("second message", shape, torch.float32, self._device)
         self._refresh(left, right)
@@ -98,15 +97,17 @@ class Exchange:
             self._add_rounding_error(left, error.view_as(right))
         self._put_masked()
         if context.store is not None:
-            self._orthogonalize(
-                "right", right, context.store.transaction.stage_factors(factors.rights), factors.initial["right"]
-            )
+            self._orthogonalize("right", right, context.store.transaction.stage_factors(factors.rights), factors)
         self._write(left, right, dense, sums)
 
     def _project(self, rights: Tensor, left: Tensor) -> None:
         """Make the matrices M of gradients and residuals, and set `left` to M Q for each."""
-        for group in self._plan.parts(cache_numel(self._device)):  # a cache still holds what was just written
-            self._fill(group)
+        together = self._device.type == "cuda"
+        if together:
+            self._fill(self._plan.groups)
+        for group in self._plan.parts(cache_numel(self._device)):
+            if not together:
+                self._fill((group,))  # a cache still holds what was just written
             lowrank.project(group.stack(self._stacked), group.factors("right", rights), group.factors("left", left))
 
     def _refresh(self, left: Tensor, right: Tensor) -> None:
@@ -145,8 +146,14 @@ class Exchange:
         self._orthogonalize(side, factors, factors, None)
         return factors
 
-    def _orthogonalize(self, side: Side, factors: Tensor, out: Tensor, initial: Tensor | None) -> None:
-        """Set `out` to the orthogonalized factors [rows of all, r] of one side; all matrices of a height at once."""
+    def _orthogonalize(self, side: Side, factors: Tensor, out: Tensor, known: Factors | None) -> None:
+        """Set `out` to the orthogonalized factors [rows of all, r] of one side; all matrices of a height at once.
+
+        known: has the initial factors that are their noise; None for no noise.
+        """
+        if lowrank.kernels_for(self._device, self._matrix_rank) is not None:
+            return self._orthogonalize_padded(side, factors, out, known)
+        initial = None if known is None else _noise(side, factors, known.initial[side])
         cpu = cpu_kernels() if self._device.type == "cpu" else None
         if cpu is not None:
             return lowrank.orthogonalize_rows(cpu, factors, initial, out, self._plan.height_table[side])
@@ -158,6 +165,24 @@ class Exchange:
             parts = stack.view(-1, self._matrix_rank).split([last - first for first, last in spans])
             for (first, last), part in zip(spans, parts, strict=True):
                 out[first:last] = part
+
+    def _orthogonalize_padded(self, side: Side, factors: Tensor, out: Tensor, known: Factors | None) -> None:
+        """Do so with four kernels for matrices of similar heights."""
+        padded = self._plan.padded[side]
+        slots, initial = padded.slots(self._device), None
+        shape = (padded.rows, self._matrix_rank)
+        stacked = self._context.scratch.take("padded factors", shape, torch.float32, self._device).zero_()
+        stacked.index_copy_(0, slots, factors)
+        if known is not None:
+            if side not in known.padded:
+                known.padded[side] = padded.noise(known.initial[side])
+            initial = _noise(side, stacked, known.padded[side])
+        for first, count, height in padded.stacks:
+            part = slice(first, first + count * height)
+            stack = stacked[part].view(count, height, -1)
+            begin = None if initial is None else initial[part].view_as(stack)
+            lowrank.orthogonalize(stack, stack, begin)
+        torch.index_select(stacked, 0, slots, out=out)
 
     def _by_height(self, factors: Tensor, by_height: tuple[tuple[int, Spans], ...]) -> list[Tensor]:
         """Return factors [rows of all, r] as stacks [count, height, r]."""
@@ -178,10 +203,16 @@ class Exchange:
             parts = [self._buffer[begin:end] for begin, end in self._plan.dense_spans]
             self._add(parts[0] if len(parts) == 1 else torch.cat(parts), residual, first, target)
 
-    def _fill(self, group: MatrixGroup) -> None:
-        """Make matrices of gradients and residuals."""
-        for matrix, first, last in group.ranges():
-            self._add(self._buffer[matrix.begin : matrix.end], self._residual, first, self._stacked[first:last])
+    def _fill(self, groups: tuple[MatrixGroup, ...]) -> None:
+        """Make matrices of gradients and residuals: many of them where they have been put one after the other."""
+        ranges = [each for group in groups for each in group.ranges]
+        values = [self._buffer[matrix.begin : matrix.end] for matrix, _, _ in ranges]
+        if len(ranges) > _MOST_ADDED_ALONE and self._device.type == "cuda" and self._buffer.dtype == torch.float32:
+            first, last = ranges[0][1], ranges[-1][2]
+            stacked = torch.cat(values, out=self._stacked[first:last])
+            return self._add(stacked, self._residual, first, stacked)
+        for part, (_, first, last) in zip(values, ranges, strict=True):
+            self._add(part, self._residual, first, self._stacked[first:last])
 
     def _add(self, values: Tensor, residual: ErrorFeedback | None, first: int, out: Tensor) -> None:
         """Set `out` to the unscaled `values` plus the old residual from element `first` on: in one pass if possible."""
@@ -214,14 +245,16 @@ class Exchange:
         if self._context.loss_scale is not None:
             right.mul_(self._context.loss_scale)
             dense.mul_(self._context.loss_scale)
-        finite = right.isfinite().all() & dense.isfinite().all()
+        finite = all_finite(right)
+        if self._plan.dense_spans:
+            finite = finite & all_finite(dense)
         self._decode(left, right, finite, sums)
         self._keep_rounding(self._plan.stacked.numel, dense, sums)
         if self._plan.dense_spans:
             targets = [self._buffer[begin:end] for begin, end in self._plan.dense_spans]
             torch._foreach_copy_(targets, list(dense.split([len(target) for target in targets])))
         if self._rounds:  # the cast may overflow what was finite
-            finite = finite & self._buffer.to(self._dtype).isfinite().all()
+            finite = finite & all_finite(self._buffer.to(self._dtype))
         mark_non_finite(self._buffer, finite)
         self._context.report(finite)
 
@@ -230,7 +263,7 @@ class Exchange:
         direct = self._buffer.dtype == torch.float32
         for group in self._plan.groups:
             lefts, rights = group.factors("left", left), group.factors("right", right)
-            for number, (matrix, first, last) in enumerate(group.ranges()):
+            for number, (matrix, first, last) in enumerate(group.ranges):
                 target = values = self._buffer[matrix.begin : matrix.end]
                 if not direct:
                     values = self._context.scratch.take("decoded", last - first, torch.float32, self._device)
@@ -251,3 +284,12 @@ class Exchange:
         exact = values[begin:end]
         residual = self._stacked[offset + begin : offset + begin + exact.numel()]
         add_rounding_error(residual, exact, self._dtype, self._context.loss_scale)
+
+
+def _noise(side: Side, factors: Tensor, initial: Tensor) -> Tensor:
+    """Return the noise of factors [rows, r], in the unit of the initial ones.
+
+    Left factors get none in rows of zeros: what is zero on all ranks would move. Right factors have some in all of
+    their rows, so that no row of a matrix is multiplied to zero.
+    """
+    return initial * factors.any(1, keepdim=True) if side == "left" else initial

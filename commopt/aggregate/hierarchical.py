@@ -19,6 +19,7 @@ from commopt.compress import KernelCost
 from commopt.errors import ConfigurationError, did_you_mean
 from commopt.feedback import BufferContext, Layout
 from commopt.groups import Team, TeamShape, apply_scale
+from commopt.kernels.finite import all_finite
 
 if TYPE_CHECKING:
     from commopt.aggregate.rows import ShardedBuffer
@@ -95,7 +96,7 @@ class Hierarchical(Aggregator):
         through = self._through_leader if form == "leader" else self._through_shards
         seen = through(buffer, intra, inter, intra.size / team.size, scale, context)
         if self.inter.residual_paths:  # all ranks commit, or none does
-            context.report(seen.isfinite().all())
+            context.report(all_finite(seen))
 
     def _through_leader(
         self, buffer: Tensor, intra: Team, inter: Team | None, share: float, scale: float, context: BufferContext

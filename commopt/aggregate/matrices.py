@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from math import ceil, prod
+from math import ceil, prod, sqrt
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from commopt.feedback import Layout, Piece, Side, Spans, gaps, joined_spans, matches
 
 _OVERSAMPLING = 8
+_MOST_PADDED = 4  # times the height of a factor
 _COLUMNS_AT_ONCE = 16  # products with odd numbers of columns take several times as long
 
 
@@ -65,7 +66,7 @@ class MatrixGroup:
     left_row: int
     right_row: int
 
-    @property
+    @cached_property
     def count(self) -> int:
         """Number of matrices."""
         return len(self.matrices)
@@ -83,11 +84,14 @@ class MatrixGroup:
                 self.right_row + first * self.cols,
             )
 
-    def ranges(self) -> Iterator[tuple[Matrix, int, int]]:
-        """Iterate over the matrices, each with its first element and its end among all that are stacked."""
+    @cached_property
+    def ranges(self) -> tuple[tuple[Matrix, int, int], ...]:
+        """The matrices, each with its first element and its end among all that are stacked."""
         numel = self.rows * self.cols
-        for number, matrix in enumerate(self.matrices):
-            yield matrix, self.offset + number * numel, self.offset + (number + 1) * numel
+        return tuple(
+            (matrix, self.offset + number * numel, self.offset + (number + 1) * numel)
+            for number, matrix in enumerate(self.matrices)
+        )
 
     def stack(self, stacked: Tensor) -> Tensor:
         """Return the matrices of this shape among all that are `stacked` (1-D): [count, rows, cols]."""
@@ -124,7 +128,7 @@ class MatrixPlan:
         """The matrices as the kernels for CPUs take them: int64 [matrices, 6], see csrc/cpu/kernels.hpp."""
         rows = []
         for group in self.groups:
-            for n, (matrix, first, _) in enumerate(group.ranges()):
+            for n, (matrix, first, _) in enumerate(group.ranges):
                 factors = group.left_row + n * group.rows, group.right_row + n * group.cols
                 rows.append((matrix.begin, first, group.rows, group.cols, *factors))
         return torch.tensor(rows, dtype=torch.int64, device="cpu")
@@ -154,10 +158,15 @@ class MatrixPlan:
         """The layout of the dense spans."""
         return self.layout.select(self.dense_spans)
 
-    def parts(self, numel: int) -> Iterator[MatrixGroup]:
-        """Iterate over the groups in parts of about `numel` elements."""
-        for group in self.groups:
-            yield from group.cut(numel)
+    def parts(self, numel: int) -> tuple[MatrixGroup, ...]:
+        """Return the groups in parts of about `numel` elements."""
+        if numel not in self._parts:
+            self._parts[numel] = tuple(part for group in self.groups for part in group.cut(numel))
+        return self._parts[numel]
+
+    @cached_property
+    def _parts(self) -> dict[int, tuple[MatrixGroup, ...]]:
+        return {}
 
     @cached_property
     def rows(self) -> dict[Side, int]:
@@ -174,6 +183,56 @@ class MatrixPlan:
                 spans[height].append((end - height, end))
             found[side] = tuple((height, joined_spans(each)) for height, each in spans.items())
         return found
+
+    @cached_property
+    def padded(self) -> dict[Side, PaddedFactors]:
+        """How the kernels of a GPU take all left, and all right factors at once."""
+        return {side: PaddedFactors(heights) for side, heights in self.heights.items()}
+
+
+class PaddedFactors:
+    """Factors of several heights in stacks of one height, with zeros below the shorter ones: a kernel for a stack.
+
+    Zero rows leave every sum of a factor's columns what it is. A factor stands beside others up to four times as high.
+
+    stacks: the first row, the number of factors and the height of each stack.
+    rows: of all stacks.
+    """
+
+    def __init__(self, heights: tuple[int, ...]) -> None:
+        self._heights = heights
+        self._slots: dict[torch.device, Tensor] = {}
+        self.stacks: list[tuple[int, int, int]] = []
+        self.rows = 0
+        self._first = [0] * len(heights)  # row of each factor
+        self._beside = [0] * len(heights)  # the height of its stack
+        waiting = sorted(range(len(heights)), key=lambda number: -heights[number])
+        while waiting:
+            height = heights[waiting[0]]
+            taken = [number for number in waiting if _MOST_PADDED * heights[number] >= height]
+            self.stacks.append((self.rows, len(taken), height))
+            for number in taken:
+                self._first[number], self._beside[number] = self.rows, height
+                self.rows += height
+            waiting = waiting[len(taken) :]
+
+    def slots(self, device: torch.device) -> Tensor:
+        """Return the row of the stacks of each row of all factors, int64."""
+        if device not in self._slots:
+            each = [
+                torch.arange(first, first + height, device="cpu")
+                for first, height in zip(self._first, self._heights, strict=True)
+            ]
+            self._slots[device] = torch.cat(each).to(device)
+        return self._slots[device]
+
+    def noise(self, initial: Tensor) -> Tensor:
+        """Return initial factors [rows of all, r] in stacks [rows, r], in such a unit that the stack's noise suits."""
+        parts = initial.split(self._heights)
+        weights = (sqrt(own / stack) for own, stack in zip(self._heights, self._beside, strict=True))
+        padded = initial.new_zeros(self.rows, initial.shape[1])
+        scaled = torch.cat([part * weight for part, weight in zip(parts, weights, strict=True)])
+        return padded.index_copy_(0, self.slots(initial.device), scaled)
 
 
 @lru_cache(maxsize=1024)

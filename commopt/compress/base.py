@@ -14,6 +14,7 @@ from torch import Tensor
 
 from commopt.concise_repr import ConciseRepr
 from commopt.kernels.codec import Codec, Encoding
+from commopt.kernels.finite import all_finite
 
 T = TypeVar("T")
 CodingWork = Literal["encode", "decode", "recode"]
@@ -100,7 +101,7 @@ class Compressor(ConciseRepr, ABC):
         """Return whether everything in the rows of `payload` decodes to finite values: bool, 0-d, on its device."""
         values = torch.empty(len(payload) * chunk_numel, dtype=torch.float32, device=payload.device)
         self.decompress(payload, values, chunk_numel)
-        return values.isfinite().all()
+        return all_finite(values)
 
     # ---------------------------------------------------------------------------------- its properties
 

@@ -15,6 +15,7 @@ from commopt.compress.base import Candidates, CodingWork, Compressor, KernelCost
 from commopt.compress.quantize import check_choice
 from commopt.errors import ConfigurationError
 from commopt.kernels.codec import Encoding
+from commopt.kernels.finite import all_finite
 from commopt.kernels.loader import cpu_kernels
 from commopt.kernels.residual import round_with_residual
 
@@ -85,10 +86,8 @@ class Plain(Compressor):
             total.add_(row)
 
     def finite(self, payload: Tensor, chunk_numel: int) -> Tensor:
-        """Look at minimum and maximum, which are NaN where a value is."""
-        if payload.numel() == 0:
-            return torch.ones((), dtype=torch.bool, device=payload.device)
-        return torch.stack(payload.view(self.wire_dtype).aminmax()).isfinite().all()
+        """Look at the numbers."""
+        return all_finite(payload.view(self.wire_dtype))
 
     def kernel_costs(self, ranks: int) -> dict[CodingWork, KernelCost]:
         """Return the cost of its work; a sum stays in memory while the rows are added to it, one after the other."""

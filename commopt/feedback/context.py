@@ -21,7 +21,7 @@ from commopt.feedback.transaction import Scratch
 from commopt.groups import apply_scale
 from commopt.kernels.residual import round_with_residual
 
-SAMPLE_EVERY_STEPS = 8
+SAMPLE_EVERY_STEPS = 32
 SAMPLE_NUMEL = 16384
 
 
@@ -189,9 +189,13 @@ class BufferContext:
         """Measure the error of an encoding on some of the elements; for every SAMPLE_EVERY_STEPS-th step."""
         if self.store is None:
             return
-        unscale = scale if self.loss_scale is None else scale / self.loss_scale
-        gradient = values[:SAMPLE_NUMEL].float() * unscale
-        sent = gradient + residual.decay * residual.old[:SAMPLE_NUMEL]
+        gradient, old = values[:SAMPLE_NUMEL].float(), residual.old[:SAMPLE_NUMEL]
+        if residual.decay != 1.0:
+            old = old * residual.decay
+        if self.loss_scale is None:
+            sent = torch.add(old, gradient, alpha=scale)
+        else:
+            sent = torch.addcmul(old, gradient, scale / self.loss_scale)
         self.store.error.add(residual.new[:SAMPLE_NUMEL], sent)
 
 

@@ -24,12 +24,14 @@ class Factors:
     columns: of each matrix.
     rights: the factors.
     initial: factors of both sides to begin with; also the noise that saves a direction from vanishing.
+    padded: the initial factors, as the kernels of a GPU take them; of the sides that have been asked for.
     """
 
     layout: Layout
     columns: tuple[int, ...]
     rights: Tensor
     initial: dict[Side, Tensor]
+    padded: dict[Side, Tensor] = field(default_factory=dict)
 
     def each(self) -> Iterator[tuple[Piece, Tensor]]:
         """Iterate over the matrices, each with its factor."""
@@ -124,5 +126,6 @@ class FactorStore:
     def nbytes(self) -> int:
         """Bytes of all factors, initial ones included."""
         with self._lock:
-            initial = [tensor for factors in self._in_use.values() for tensor in factors.initial.values()]
+            kept = [(*factors.initial.values(), *factors.padded.values()) for factors in self._in_use.values()]
+            initial = [tensor for tensors in kept for tensor in tensors]
             return sum(tensor.nbytes for tensor in [*initial, *(each.right for _, each in self.everything())])

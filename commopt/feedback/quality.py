@@ -119,8 +119,7 @@ class SampledError:
 
     def add(self, residual: Tensor, sent: Tensor) -> None:
         """Take one sample in; those of dropped steps, which are not finite, do not count. No host sync."""
-        squares = torch.stack([residual.square().sum(), sent.square().sum()])
-        squares = squares.masked_fill(~squares.isfinite().all(), 0.0)
+        squares = torch.stack([residual.dot(residual), sent.dot(sent)]).nan_to_num_(0.0, 0.0, 0.0)
         if self.squares is None:
             self.squares = squares
         else:

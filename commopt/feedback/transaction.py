@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from commopt.feedback.residual import Residual, round_stochastically
+from commopt.kernels.finite import all_finite, all_true
 
 
 class Scratch:
@@ -96,7 +97,7 @@ class Transaction:
     @property
     def finite(self) -> Tensor | None:
         """Whether all commits of the step were made, bool, 0-d; None where nothing was to be committed."""
-        return torch.stack(self.commits).all() if self.commits else None
+        return all_true(self.commits) if self.commits else None
 
     def stage(self, residual: Residual, rank: int = 0) -> tuple[Tensor, Tensor]:
         """Return the residual's values, and where to write the next, which count once committed; both float32.
@@ -130,7 +131,7 @@ class Transaction:
 
     def check_results(self) -> list[Tensor]:
         """Return the flags of all results so far; results without one are looked at now, before they may change."""
-        self.flags.extend(values.isfinite().all() for values in self._unchecked)
+        self.flags.extend(all_finite(values) for values in self._unchecked)
         self._unchecked = []
         self._checked = len(self.flags)
         return self.flags
@@ -169,7 +170,7 @@ class Transaction:
             self.steps += 1
 
     def _commit(self) -> None:
-        finite = torch.stack(self.check_results()).all()
+        finite = all_true(self.check_results())
         self.commits.append(finite)
         # No host sync on a GPU, except for residuals that are flushed: in a few steps after a change.
         known = finite.device.type == "cpu" or any(residual.flushing for residual in self._staged)

@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from commopt import recording
 from commopt.errors import CommoptError, LaneError, TransportError
-from commopt.groups import gloo, segments
+from commopt.groups import gloo, nccl, segments
 from commopt.groups.gloo import apply_scale
 from commopt.groups.shape import TeamShape
 
@@ -28,6 +28,11 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 Collective: TypeAlias = Callable[..., object]
+
+_OVER_NCCL: dict[str, Collective] = {
+    **{"all_reduce": nccl.all_reduce, "reduce": nccl.reduce, "broadcast": nccl.broadcast},
+    **{"reduce_scatter": nccl.reduce_scatter, "all_gather": nccl.all_gather, "all_to_all": nccl.all_to_all},
+}
 
 _ABORT_LIMIT_S = 10.0
 
@@ -62,7 +67,9 @@ class Team(TeamShape):
     @property
     def default_device(self) -> torch.device:
         """The type of device whose tensors this team is for; the CPU if this machine has no GPU."""
-        return super().default_device if torch.cuda.is_available() else torch.device("cpu")
+        device = super().default_device
+        usable = device.type == "cpu" or torch.cuda.is_initialized() or torch.cuda.is_available()  # the last is slow
+        return device if usable else torch.device("cpu")
 
     def all_reduce(self, tensor: Tensor, *, scale: float = 1.0) -> None:
         """Set `tensor` to `scale * sum` over the team; each rank scales its values before they are added."""
@@ -164,9 +171,12 @@ class Team(TeamShape):
         self, primitive: str, call: Collective, *tensors: Tensor, over_gloo: Collective | None = None, **how: Any
     ) -> None:
         output, source = tensors[0], tensors[-1]
-        on_gloo = self._on_gloo(output)
+        backend = self.backend(output.device)
+        on_gloo = backend == "gloo"
         if on_gloo and over_gloo is not None:
             call = over_gloo
+        elif backend == "nccl":
+            call = _OVER_NCCL.get(primitive, call)
         group = None if self._closed else self._live_group()
         if group is None:
             raise LaneError(

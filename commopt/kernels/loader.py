@@ -37,9 +37,13 @@ class Loader(ABC):
 
     def queue(self, device: torch.device, kernel: str, grid: int, block: int, arguments: Arguments) -> None:
         """Launch on the current stream of a device, unless there is nothing to do."""
-        if grid:
-            with torch.cuda.device(device):
-                self.launch(kernel, grid, block, torch.cuda.current_stream().cuda_stream, arguments)
+        if not grid:
+            return
+        before = torch._C._cuda_exchangeDevice(device.index)
+        try:
+            self.launch(kernel, grid, block, torch._C._cuda_getCurrentRawStream(device.index), arguments)
+        finally:
+            torch._C._cuda_maybeExchangeDevice(before)
 
 
 class Native(Loader):

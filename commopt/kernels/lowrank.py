@@ -65,7 +65,7 @@ def orthogonalize_each(factors: Sequence[Tensor], outs: Sequence[Tensor], initia
     if not work:
         return
     device, matrix_rank = work[0][0].device, work[0][0].shape[2]
-    kernels = loader.loader_for(device) if matrix_rank <= MAX_KERNEL_RANK else None
+    kernels = kernels_for(device, matrix_rank)
     cpu = _cpu(device)
     if kernels is None and cpu is None:
         from commopt.kernels import lowrank_reference as reference
@@ -77,6 +77,11 @@ def orthogonalize_each(factors: Sequence[Tensor], outs: Sequence[Tensor], initia
         else:
             count, rows, _ = stack.shape
             orthogonalize_rows(cpu, stack, begin, out, _heights((rows,) * count))
+
+
+def kernels_for(device: torch.device, matrix_rank: int) -> Loader | None:
+    """Return what launches kernels that orthogonalize factors of so many columns, None where something else does."""
+    return loader.loader_for(device) if matrix_rank <= MAX_KERNEL_RANK else None
 
 
 def orthogonalize_rows(cpu: Any, factors: Tensor, initial: Tensor | None, out: Tensor, heights: Tensor) -> None:

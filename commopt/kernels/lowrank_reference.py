@@ -40,6 +40,9 @@ def project(matrices: Tensor, factors: Tensor, out: Tensor) -> None:
     """Set `out` to M F of each matrix and factor."""
     # The few columns of a factor are long rows of its transpose, which a CPU multiplies several times as fast.
     one, other = factors.transpose(1, 2), matrices.transpose(1, 2)
+    if out.device.type == "cuda" and not _may_use_tf32(out.device):
+        torch.bmm(one, other, out=out.transpose(1, 2))  # in no memory between
+        return
     found = torch.bmm(one.double(), other.double()) if _may_use_tf32(out.device) else torch.bmm(one, other)
     out.copy_(found.transpose(1, 2))
 

@@ -22,6 +22,7 @@ from commopt.kernels.codec import (
     rng_arguments,
 )
 from commopt.kernels.cpu import block_kernels, readable
+from commopt.kernels.finite import all_finite
 from commopt.kernels.loader import Arguments, Loader
 from commopt.kernels.residual import round_with_residual
 
@@ -30,6 +31,7 @@ _WARP_THREADS = 32
 _WARPS = 8
 _CAST_THREADS = 256
 _CAST_PER_THREAD = 8
+_LARGEST_SCALE = 2.0**121  # a code is worth up to 127 scales, and 2^128 is infinite
 
 
 def encode(codec: Codec, values: Tensor, payload: Tensor, encoding: Encoding) -> None:
@@ -119,8 +121,8 @@ def finite(codec: Codec, payload: Tensor, chunk_numel: int) -> Tensor:
     begin = codec.codes_nbytes(chunk_numel)
     scales = payload[:, begin : begin + 4 * (chunk_numel // codec.block)]
     if codec.name == "centroids":
-        return scales.view(torch.bfloat16).isfinite().all()
-    return (scales.view(torch.float32) * 128).isfinite().all()  # a code is worth up to 127 scales
+        return all_finite(scales.view(torch.bfloat16))
+    return all_finite(scales.view(torch.float32), below=_LARGEST_SCALE)
 
 
 def _check_rows(codec: Codec, payload: Tensor, chunk_numel: int) -> None:

@@ -22,6 +22,7 @@ from commopt.kernels.codec import (
     residual_arguments,
 )
 from commopt.kernels.cpu import sparse_kernels
+from commopt.kernels.finite import all_finite
 from commopt.kernels.loader import Arguments, Loader
 
 _THREADS = 256
@@ -160,7 +161,7 @@ def accumulate(row: SparseRow, payloads: Tensor, total: Tensor) -> None:
 def finite(row: SparseRow, payload: Tensor) -> Tensor:
     """Return whether all entries of all rows are finite: bool, 0-d."""
     check_rows(payload, row.chunk_numel, row.nbytes)
-    return payload[:, row.values_begin : row.values_end].view(row.value_dtype).isfinite().all()
+    return all_finite(payload[:, row.values_begin : row.values_end].view(row.value_dtype))
 
 
 def _rows(row: SparseRow, payload: Tensor) -> tuple[int, ...]:

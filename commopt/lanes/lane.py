@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from commopt.cuda_streams import current_stream
 from commopt.errors import CommoptError, LaneError
 from commopt.groups import Membership
 from commopt.lanes.failure import fail
@@ -61,7 +62,7 @@ class Pending:
         self.of_inference = result.is_inference()
         devices: list[int | str | torch.device] | None = None
         if self._cuda is not None:
-            self._ready = torch.cuda.current_stream(self._cuda).record_event()
+            self._ready = current_stream(self._cuda).record_event()
             devices = [self._cuda]
         self.ended: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
 
@@ -80,7 +81,7 @@ class Pending:
         """End the wait, well or with the error; on CUDA the waiters' streams wait for the current one."""
         self._error = error
         if self._cuda is not None and error is None:
-            self._kernels_end = torch.cuda.current_stream(self._cuda).record_event()
+            self._kernels_end = current_stream(self._cuda).record_event()
         assert self._result is not None  # finished once
         self.ended.set_result(self._result)
         self._result = None  # a future that is kept should not keep the tensor twice

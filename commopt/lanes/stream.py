@@ -11,6 +11,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from commopt.cuda_streams import on_stream
 from commopt.errors import LaneError
 from commopt.groups import Membership, close_together, joined
 from commopt.lanes.lane import Lane, Pending, Task
@@ -48,7 +49,7 @@ class StreamLane(Lane):
                 pending.delay(self._stream)
                 for tensor in tensors:
                     tensor.record_stream(self._stream)  # its memory may be freed by a stream that is ahead of the lane
-                with torch.cuda.stream(self._stream):
+                with on_stream(self._stream):
                     error = self._run(task, pending)
                     pending.finish(error)
             finally:
