@@ -2,7 +2,8 @@
 // How the values of a block become codes of BITS bits and one 4-byte entry, and back.
 //
 // A codec object is fitted to one block: entry() is what the row keeps of it and code() what a value becomes. levels()
-// reads an entry and value() a code: static, for they are all that a receiver has. Every float32 operation is spelled
+// reads an entry and value() code k of several: static, for they are all that a receiver has. Sums of values begin with
+// START: -0 leaves a first -0 as it is, +0 does not. Every float32 operation is spelled
 // out (the _rn intrinsics are never contracted), so that the bits do not depend on the compiler.
 #pragma once
 
@@ -18,8 +19,26 @@ __device__ __forceinline__ float magnitude(float value) {
 
 __device__ __forceinline__ unsigned int sign_bit(float value) { return __float_as_uint(value) >> 31; }
 
-__device__ __forceinline__ float with_sign(float value, unsigned int negative) {
-    return __uint_as_float(__float_as_uint(value) ^ negative << 31);
+// The value, negated if this bit of the codes is set.
+__device__ __forceinline__ float with_sign(float value, unsigned int codes, int bit) {
+    return __uint_as_float(__float_as_uint(value) ^ (codes << (31 - bit) & 0x80000000u));
+}
+
+// Four of the eight bytes of `low` and `high`, as the digits of `selector` say; 8 more is its sign, in all bits.
+// (__byte_perm has no signs.)
+__device__ __forceinline__ unsigned int permute(unsigned int low, unsigned int high, unsigned int selector) {
+    unsigned int result;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(low), "r"(high), "r"(selector));
+    return result;
+}
+
+// The bits of `codes` from `low` on that `mask` names, minus `offset`, exactly. They become the last ones of a large
+// power of two, which takes no shift and no conversion.
+__device__ __forceinline__ float number(unsigned int codes, int low, unsigned int mask, float offset) {
+    if (low >= 16) return number(codes >> 16, low - 16, mask, offset);
+    const unsigned int exponent = 23 - low;   // of the power
+    const float power = __uint_as_float(exponent + 127 << 23);
+    return __fsub_rn(__uint_as_float((codes & mask << low) | exponent + 127 << 23), power + offset);
 }
 
 // absmax / `level`, the largest level, and the inverse of that; both are zero for a block of zeros.
@@ -58,11 +77,13 @@ template <int B>
 struct Uniform {
     static constexpr int BITS = B;
     static constexpr int TOP = (1 << (B - 1)) - 1;
+    static constexpr float START = -0.0f;
     using Levels = float;
     float scale;
     float inverse;
 
-    __device__ __forceinline__ Uniform(const Team&, const Tile&, float absmax, long long)
+    template <int MEMBERS>
+    __device__ __forceinline__ Uniform(const Team<MEMBERS>&, const Tile&, float absmax, long long)
         : scale(scale_of(absmax, TOP)), inverse(inverse_of(absmax, TOP)) {}
 
     __device__ __forceinline__ unsigned int entry() const { return __float_as_uint(scale); }
@@ -75,8 +96,8 @@ struct Uniform {
 
     static __device__ __forceinline__ Levels levels(unsigned int entry) { return __uint_as_float(entry); }
 
-    static __device__ __forceinline__ float value(unsigned int code, Levels scale) {
-        return __fmul_rn(static_cast<float>(static_cast<int>(code) - TOP - 1), scale);
+    static __device__ __forceinline__ float value(unsigned int codes, int k, Levels scale) {
+        return __fmul_rn(number(codes, k * BITS, (1u << BITS) - 1, TOP + 1), scale);
     }
 };
 
@@ -84,11 +105,13 @@ struct Uniform {
 struct Companded {
     static constexpr int BITS = 4;
     static constexpr float TOP = 35.625f;
-    using Levels = float;
+    static constexpr float START = -0.0f;
+    using Levels = float;   // half of the scale
     float scale;
     float inverse;
 
-    __device__ __forceinline__ Companded(const Team&, const Tile&, float absmax, long long)
+    template <int MEMBERS>
+    __device__ __forceinline__ Companded(const Team<MEMBERS>&, const Tile&, float absmax, long long)
         : scale(scale_of(absmax, TOP)), inverse(inverse_of(absmax, TOP)) {}
 
     __device__ __forceinline__ unsigned int entry() const { return __float_as_uint(scale); }
@@ -103,26 +126,31 @@ struct Companded {
         return static_cast<unsigned int>(max(0, min(level, 7))) | sign_bit(value) << 3;
     }
 
-    static __device__ __forceinline__ Levels levels(unsigned int entry) { return __uint_as_float(entry); }
+    static __device__ __forceinline__ Levels levels(unsigned int entry) {
+        return __fmul_rn(__uint_as_float(entry), 0.5f);   // exact, as no scale is that small
+    }
 
-    static __device__ __forceinline__ float value(unsigned int code, Levels scale) {
-        const float h = static_cast<float>(code & 7u) + 0.5f;
-        return with_sign(__fmul_rn(h + h * h * 0.5f, scale), code >> 3);   // the level is exact, contracted or not
+    // Twice h + h * h / 2 is (h + 1)^2 - 1, which is exact.
+    static __device__ __forceinline__ float value(unsigned int codes, int k, Levels half) {
+        const float next = number(codes, k * BITS, 7u, -1.5f);
+        return with_sign(__fmul_rn(__fmaf_rn(next, next, -1.0f), half), codes, k * BITS + 3);
     }
 };
 
 // Two magnitudes and a sign. All sums are of |value| / absmax, which cannot overflow.
 struct Centroids {
     static constexpr int BITS = 2;
+    static constexpr float START = 0.0f;   // the next encoding reads the sign of a zero: it must not be that of a level
     struct Levels {
-        float low;
-        float high;
+        unsigned int positive;   // low and high, as bfloat16
+        unsigned int negative;   // both negated
     };
     float inverse;
     float threshold;
     unsigned int packed;
 
-    __device__ __forceinline__ Centroids(const Team& team, const Tile& tile, float absmax, long long block_numel)
+    template <int MEMBERS>
+    __device__ __forceinline__ Centroids(const Team<MEMBERS>& team, const Tile& tile, float absmax, long long block_numel)
         : inverse(inverse_of(absmax, 1.0f)) {
         float all = 0.0f;
 #pragma unroll
@@ -170,12 +198,14 @@ struct Centroids {
     }
 
     static __device__ __forceinline__ Levels levels(unsigned int entry) {
-        return {__uint_as_float(entry << 16), __uint_as_float(entry & 0xFFFF0000u)};
+        return {entry, entry ^ 0x80008000u};
     }
 
-    // The sum turns -0 into +0, as any sum of a level and a zero does: the next encoding reads the sign of a zero.
-    static __device__ __forceinline__ float value(unsigned int code, const Levels& levels) {
-        return __fadd_rn(with_sign(code & 1u ? levels.high : levels.low, code >> 1), 0.0f);
+    // A permutation of bytes looks it up. Its selector has a digit for each byte of the result: for the upper two,
+    // where in the 8 bytes of the levels they are, and twice 9, which repeats the sign of `low`: 0.
+    static __device__ __forceinline__ float value(unsigned int codes, int k, const Levels& levels) {
+        const unsigned int selector = (codes & 3u << k * BITS) * (0x2200u >> k * BITS) + 0x1099u;
+        return __uint_as_float(permute(levels.positive, levels.negative, selector));
     }
 };
 
@@ -193,10 +223,12 @@ struct RootMeanSquare {
 template <typename Measure>
 struct Sign {
     static constexpr int BITS = 1;
+    static constexpr float START = -0.0f;
     using Levels = float;
     float scale;
 
-    __device__ __forceinline__ Sign(const Team& team, const Tile& tile, float absmax, long long block_numel) {
+    template <int MEMBERS>
+    __device__ __forceinline__ Sign(const Team<MEMBERS>& team, const Tile& tile, float absmax, long long block_numel) {
         const float inverse = inverse_of(absmax, 1.0f);
         float sum = 0.0f;
 #pragma unroll
@@ -219,5 +251,7 @@ struct Sign {
 
     static __device__ __forceinline__ Levels levels(unsigned int entry) { return __uint_as_float(entry); }
 
-    static __device__ __forceinline__ float value(unsigned int code, Levels scale) { return with_sign(scale, code); }
+    static __device__ __forceinline__ float value(unsigned int codes, int k, Levels scale) {
+        return with_sign(scale, codes, k);
+    }
 };

@@ -4,10 +4,10 @@
 
 #include "decode_block.cuh"
 
-template <typename Codec>
-__device__ __forceinline__ void decode(const Rows& rows, long long peers, void* values, long long dtype,
-                                       long long numel) {
-    const Team team = form_team(rows.block_numel);
+template <typename Codec, int MEMBERS>
+__device__ __forceinline__ void decode_by(const Rows& rows, long long peers, void* values, long long dtype,
+                                          long long numel) {
+    const auto team = form_team<MEMBERS>(rows.block_numel, rows.blocks());
     if (!rows.holds(team)) return;
     Tile tile;
     decode_block<Codec>(team, rows, peers, tile);
@@ -18,6 +18,13 @@ __device__ __forceinline__ void decode(const Rows& rows, long long peers, void* 
         case FLOAT16: return store(team, tile, static_cast<Half*>(values) + begin, present);
         default: return store(team, tile, static_cast<Bfloat16*>(values) + begin, present);
     }
+}
+
+template <typename Codec>
+__device__ __forceinline__ void decode(const Rows& rows, long long peers, void* values, long long dtype,
+                                       long long numel) {
+    if (rows.block_numel <= SHORT_NUMEL) return decode_by<Codec, FEW>(rows, peers, values, dtype, numel);
+    decode_by<Codec, LANES>(rows, peers, values, dtype, numel);
 }
 
 // decode_CODEC: row r of the values is the sum of rows r to r + peers - 1 of the payload. So peers is 1 to decode every

@@ -18,12 +18,15 @@ struct Carry {
     }
 };
 
-__device__ __forceinline__ Raw<float> fetch_old(const Team& team, const Carry& carry, long long begin, int present) {
+template <int MEMBERS>
+__device__ __forceinline__ Raw<float> fetch_old(const Team<MEMBERS>& team, const Carry& carry, long long begin,
+                                                int present) {
     return carry.old == nullptr ? Raw<float>{} : fetch(team, carry.old + begin, present);
 }
 
-__device__ __forceinline__ void add_old(const Team& team, const Carry& carry, const Raw<float>& old, int present,
-                                        Tile& tile) {
+template <int MEMBERS>
+__device__ __forceinline__ void add_old(const Team<MEMBERS>& team, const Carry& carry, const Raw<float>& old,
+                                        int present, Tile& tile) {
     if (carry.old == nullptr) return;
     const float factor = carry.factor();
 #pragma unroll
@@ -37,7 +40,8 @@ __device__ __forceinline__ void add_old(const Team& team, const Carry& carry, co
     cut(team, present, tile);   // a factor that is not finite makes NaN of zeros
 }
 
-__device__ __forceinline__ void keep_fresh(const Team& team, const Carry& carry, long long begin, int present,
+template <int MEMBERS>
+__device__ __forceinline__ void keep_fresh(const Team<MEMBERS>& team, const Carry& carry, long long begin, int present,
                                            Tile& rest) {
     if (carry.fresh == nullptr) return;
     if (carry.loss_scale != nullptr) {
@@ -51,15 +55,15 @@ __device__ __forceinline__ void keep_fresh(const Team& team, const Carry& carry,
     store(team, rest, carry.fresh + begin, present);
 }
 
-template <typename Codec, typename Rounding>
-__device__ __forceinline__ void encode_block(const Team& team, const Rows& rows, const Carry& carry, Rounding rounding,
-                                             int present, const Raw<float>& old, Tile& tile) {
+template <typename Codec, typename Rounding, int MEMBERS>
+__device__ __forceinline__ void encode_block(const Team<MEMBERS>& team, const Rows& rows, const Carry& carry,
+                                             Rounding rounding, int present, const Raw<float>& old, Tile& tile) {
     constexpr int BITS = Codec::BITS;
     const long long begin = rows.first_element(team);
     add_old(team, carry, old, present, tile);
     const Codec codec(team, tile, absmax(team, tile), rows.block_numel);
     const typename Codec::Levels levels = Codec::levels(codec.entry());
-    const Place<BITS> place(rows, team);
+    const Place<BITS, MEMBERS> place(rows, team);
 #pragma unroll
     for (int group = 0; group < GROUPS; ++group) {
         rounding.move_to(begin + team.element(group));
@@ -69,7 +73,7 @@ __device__ __forceinline__ void encode_block(const Team& team, const Rows& rows,
             float& value = tile.value[group][k];
             const unsigned int code = codec.code(value, rounding, k);
             codes |= code << k * BITS;
-            value = __fsub_rn(value, Codec::value(code, levels));
+            value = __fsub_rn(value, __fadd_rn(Codec::START, Codec::value(code, 0, levels)));
         }
         place.write_codes(team, group, rows.holds(team, group), codes);
     }

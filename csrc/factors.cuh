@@ -41,7 +41,7 @@ extern "C" __global__ void factor_absmax(const float* factors, long long rows, l
     for_each(
         slice.columns, slice.rows, [&](int row, int column) { return source[slice.element(row, column)]; },
         [&](int, int, float value) { bits = max(bits, __float_as_uint(value) & 0x7FFFFFFFu); });
-    bits = reduce<Largest>(Team{MAX_WARPS, blockIdx.x, 0}, bits);
+    bits = reduce<Largest>(whole_block(), bits);
     if (threadIdx.x == 0) largest[blockIdx.x] = bits;
 }
 
@@ -129,7 +129,7 @@ extern "C" __global__ void factor_gram(const float* factors, long long rows, lon
     for (long long i = threadIdx.x; i < slices; i += blockDim.x) {
         bits = max(bits, largest[slice.factor * slices + i]);
     }
-    bits = reduce<Largest>(Team{MAX_WARPS, blockIdx.x, 0}, bits);
+    bits = reduce<Largest>(whole_block(), bits);
     const Preparation prepare{__uint_as_float(bits), static_cast<float>(noise)};
     const float* source = factors + slice.first_element;
     float* target = prepared + slice.first_element;

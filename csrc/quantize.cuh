@@ -5,9 +5,10 @@
 #include "encode_block.cuh"
 #include "values.cuh"
 
-template <typename Codec, typename Rounding>
-__device__ __forceinline__ void encode(const Values& values, const Rows& rows, const Carry& carry, Rounding rounding) {
-    const Team team = form_team(rows.block_numel);
+template <typename Codec, int MEMBERS, typename Rounding>
+__device__ __forceinline__ void encode_by(const Values& values, const Rows& rows, const Carry& carry,
+                                          Rounding rounding) {
+    const auto team = form_team<MEMBERS>(rows.block_numel, rows.blocks());
     if (!rows.holds(team)) return;
     const int present = rows.present(team, values.numel);
     const long long begin = rows.first_element(team);
@@ -15,6 +16,12 @@ __device__ __forceinline__ void encode(const Values& values, const Rows& rows, c
     Tile tile;
     values.load_block(team, begin, present, tile);
     encode_block<Codec>(team, rows, carry, rounding, present, old, tile);
+}
+
+template <typename Codec, typename Rounding>
+__device__ __forceinline__ void encode(const Values& values, const Rows& rows, const Carry& carry, Rounding rounding) {
+    if (rows.block_numel <= SHORT_NUMEL) return encode_by<Codec, FEW>(values, rows, carry, rounding);
+    encode_by<Codec, LANES>(values, rows, carry, rounding);
 }
 
 // encode_CODEC: p = values * scale + old * decay * loss_scale, fresh = (p - decoded p) / loss_scale.

@@ -5,10 +5,10 @@
 #include "decode_block.cuh"
 #include "encode_block.cuh"
 
-template <typename Codec, typename Rounding>
-__device__ __forceinline__ void recode(const Rows& sources, long long peers, const Rows& target, long long numel,
-                                       const Carry& carry, Rounding rounding) {
-    const Team team = form_team(target.block_numel);
+template <typename Codec, int MEMBERS, typename Rounding>
+__device__ __forceinline__ void recode_by(const Rows& sources, long long peers, const Rows& target, long long numel,
+                                          const Carry& carry, Rounding rounding) {
+    const auto team = form_team<MEMBERS>(target.block_numel, target.blocks());
     if (!target.holds(team)) return;
     const int present = target.present(team, numel);
     Tile tile;
@@ -16,6 +16,13 @@ __device__ __forceinline__ void recode(const Rows& sources, long long peers, con
     const Raw<float> old = fetch_old(team, carry, target.first_element(team), present);   // earlier: too many registers
     cut(team, present, tile);
     encode_block<Codec>(team, target, carry, rounding, present, old, tile);
+}
+
+template <typename Codec, typename Rounding>
+__device__ __forceinline__ void recode(const Rows& sources, long long peers, const Rows& target, long long numel,
+                                       const Carry& carry, Rounding rounding) {
+    if (target.block_numel <= SHORT_NUMEL) return recode_by<Codec, FEW>(sources, peers, target, numel, carry, rounding);
+    recode_by<Codec, LANES>(sources, peers, target, numel, carry, rounding);
 }
 
 // recode_CODEC: p = sum of the rows of `payloads` + old * decay * loss_scale, fresh = (p - decoded p) / loss_scale.

@@ -12,19 +12,29 @@ struct Rows {
     long long row_blocks;    // blocks in a row
     long long block_numel;
 
-    __device__ __forceinline__ bool holds(const Team& team) const { return team.block < rows * row_blocks; }
+    __device__ __forceinline__ long long blocks() const { return rows * row_blocks; }
+
+    template <int MEMBERS>
+    __device__ __forceinline__ bool holds(const Team<MEMBERS>& team) const {
+        return team.block < blocks();
+    }
 
     // The block's first element, counted over all chunks.
-    __device__ __forceinline__ long long first_element(const Team& team) const { return team.block * block_numel; }
+    template <int MEMBERS>
+    __device__ __forceinline__ long long first_element(const Team<MEMBERS>& team) const {
+        return team.block * block_numel;
+    }
 
     // Whether the thread's group is in the block.
-    __device__ __forceinline__ bool holds(const Team& team, int group) const {
-        return team.element(group) < static_cast<int>(block_numel);
+    template <int MEMBERS>
+    __device__ __forceinline__ bool holds(const Team<MEMBERS>& team, int group) const {
+        return MEMBERS < LANES || team.element(group) < static_cast<int>(block_numel);   // a short one is full
     }
 
     // How many of the block's elements exist when there are `numel`.
-    __device__ __forceinline__ int present(const Team& team, long long numel) const {
-        return static_cast<int>(max(0ll, min(numel - first_element(team), block_numel)));
+    template <int MEMBERS>
+    __device__ __forceinline__ int present(const Team<MEMBERS>& team, long long numel) const {
+        return team.idle ? 0 : static_cast<int>(max(0ll, min(numel - first_element(team), block_numel)));
     }
 };
 
@@ -54,14 +64,14 @@ struct Word<1> {
 static_assert(WIDTH == 4, "a group's codes fill a Word");
 
 // Where the thread's codes and the entry of the team's block are.
-template <int BITS>
+template <int BITS, int MEMBERS>
 struct Place {
     using Word = typename ::Word<BITS>::Type;
     unsigned char* codes;   // of the thread's first group
     unsigned int* entry;
     bool last;   // of its row
 
-    __device__ __forceinline__ Place(const Rows& rows, const Team& team) {
+    __device__ __forceinline__ Place(const Rows& rows, const Team<MEMBERS>& team) {
         const unsigned int blocks = static_cast<unsigned int>(rows.row_blocks);
         const unsigned int row = team.block / blocks;
         const unsigned int block = team.block % blocks;
@@ -78,21 +88,22 @@ struct Place {
     }
 
     __device__ __forceinline__ Word& word(int group) const {
-        return *reinterpret_cast<Word*>(codes + group * (GROUP_STRIDE * BITS / 8));
+        return *reinterpret_cast<Word*>(codes + group * (Team<MEMBERS>::STRIDE * BITS / 8));
     }
 
     // Every thread of the warp must call, those whose group is not `inside` the block too.
-    __device__ __forceinline__ void write_codes(const Team& team, int group, bool inside, unsigned int codes) const {
+    __device__ __forceinline__ void write_codes(const Team<MEMBERS>& team, int group, bool inside,
+                                                unsigned int codes) const {
         if (BITS == 1) {
             codes |= __shfl_xor_sync(0xFFFFFFFFu, codes, 1) << WIDTH;
             inside = inside && team.first % 8 == 0;
         }
-        if (inside) word(group) = static_cast<Word>(codes);
+        if (inside && !team.idle) word(group) = static_cast<Word>(codes);
     }
 
     // One thread writes the entry and, behind the last one of a row, the zeros.
-    __device__ __forceinline__ void write_entry(const Team& team, unsigned int value) const {
-        if (team.first != 0) return;
+    __device__ __forceinline__ void write_entry(const Team<MEMBERS>& team, unsigned int value) const {
+        if (team.first != 0 || team.idle) return;
         *entry = value;
         if (!last) return;
         for (unsigned int* word = entry + 1; reinterpret_cast<unsigned long long>(word) % 16 != 0; ++word) *word = 0;
@@ -100,12 +111,7 @@ struct Place {
 };
 
 // The codes of the thread's group in a word.
-template <int BITS>
-__device__ __forceinline__ unsigned int own_codes(const Team& team, unsigned int word) {
+template <int BITS, int MEMBERS>
+__device__ __forceinline__ unsigned int own_codes(const Team<MEMBERS>& team, unsigned int word) {
     return BITS == 1 ? word >> team.first % 8 : word;
-}
-
-template <int BITS>
-__device__ __forceinline__ unsigned int code_of(unsigned int codes, int k) {
-    return codes >> k * BITS & ((1u << BITS) - 1);
 }

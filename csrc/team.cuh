@@ -7,25 +7,43 @@
 constexpr int LANES = 32;
 constexpr int WIDTH = 4;                          // neighbours moved by one access
 constexpr int GROUPS = 4;                         // such accesses per thread
-constexpr int GROUP_STRIDE = LANES * WIDTH;       // so that the accesses of a warp are contiguous
-constexpr int WARP_NUMEL = GROUPS * GROUP_STRIDE;
+constexpr int WARP_NUMEL = LANES * WIDTH * GROUPS;
 constexpr int MAX_WARPS = 8;                      // of a CUDA block
+constexpr int FEW = 4;                            // lanes that hold a short block
+constexpr int SHORT_NUMEL = FEW * WIDTH * GROUPS;
 
-// A warp has a quantization block of up to WARP_NUMEL elements to itself; a longer one takes a whole CUDA block.
+// The threads that have a quantization block to themselves: FEW lanes if it is short, else a warp (MEMBERS is LANES) up
+// to WARP_NUMEL elements, and a whole CUDA block beyond.
+template <int MEMBERS>
 struct Team {
+    static constexpr int STRIDE = MEMBERS * WIDTH;   // from group to group: the accesses of a team are contiguous
     int warps;
     unsigned int block;   // which quantization block, counted over all rows
     int first;            // the thread's first element in it
+    bool idle;            // its lanes have no block, read the last one again, and write nothing
 
-    __device__ __forceinline__ int element(int group) const { return first + group * GROUP_STRIDE; }
+    __device__ __forceinline__ int element(int group) const { return first + group * STRIDE; }
+
+    __device__ __forceinline__ int numel() const { return warps * GROUPS * STRIDE; }
 };
 
-__device__ __forceinline__ Team form_team(long long block_numel) {
+// All warps of a CUDA block.
+__device__ __forceinline__ Team<LANES> whole_block() { return {MAX_WARPS, blockIdx.x, 0, false}; }
+
+// `blocks`: how many there are. Lanes of the last warp may be left without one, and still take part in what the warp
+// does.
+template <int MEMBERS>
+__device__ __forceinline__ Team<MEMBERS> form_team(long long block_numel, long long blocks) {
     const int lane = static_cast<int>(threadIdx.x) % LANES;
     const int warp = static_cast<int>(threadIdx.x) / LANES;
     const int warps = static_cast<int>(blockDim.x) / LANES;
-    if (block_numel <= WARP_NUMEL) return {1, blockIdx.x * warps + warp, lane * WIDTH};
-    return {warps, blockIdx.x, warp * WARP_NUMEL + lane * WIDTH};
+    if (MEMBERS < LANES) {
+        const unsigned int block = (blockIdx.x * warps + warp) * (LANES / MEMBERS) + lane / MEMBERS;
+        const unsigned int last = static_cast<unsigned int>(blocks - 1);
+        return {1, min(block, last), lane % MEMBERS * WIDTH, block > last};
+    }
+    if (block_numel <= WARP_NUMEL) return {1, blockIdx.x * warps + warp, lane * WIDTH, false};
+    return {warps, blockIdx.x, warp * WARP_NUMEL + lane * WIDTH, false};
 }
 
 // What a thread holds of its block; elements that do not exist are +0.
@@ -42,14 +60,14 @@ struct Largest {
 };
 
 // Combine a value of every thread of the team; all of them must call and all get the same bits.
-template <typename Combine, typename T>
-__device__ __forceinline__ T reduce(const Team& team, T value) {
+template <typename Combine, int MEMBERS, typename T>
+__device__ __forceinline__ T reduce(const Team<MEMBERS>& team, T value) {
     const Combine combine{};
 #pragma unroll
-    for (int distance = LANES / 2; distance > 0; distance /= 2) {
+    for (int distance = MEMBERS / 2; distance > 0; distance /= 2) {
         value = combine(value, __shfl_xor_sync(0xFFFFFFFFu, value, distance));
     }
-    if (team.warps == 1) return value;
+    if (MEMBERS < LANES || team.warps == 1) return value;
     __shared__ T of_warp[MAX_WARPS];
     __syncthreads();   // the last reduction's readers are done
     if (threadIdx.x % LANES == 0) of_warp[threadIdx.x / LANES] = value;
@@ -60,7 +78,8 @@ __device__ __forceinline__ T reduce(const Team& team, T value) {
 }
 
 // As bit patterns, finite < infinity < NaN: unlike fmaxf, this lets no NaN get lost.
-__device__ __forceinline__ float absmax(const Team& team, const Tile& tile) {
+template <int MEMBERS>
+__device__ __forceinline__ float absmax(const Team<MEMBERS>& team, const Tile& tile) {
     const Largest largest{};
     unsigned int bits = 0;
 #pragma unroll
@@ -88,8 +107,8 @@ struct Raw {
 };
 
 // Ask for the block's first `present` elements; nothing is waited for until a value is used.
-template <typename T>
-__device__ __forceinline__ Raw<T> fetch(const Team& team, const T* block, int present) {
+template <typename T, int MEMBERS>
+__device__ __forceinline__ Raw<T> fetch(const Team<MEMBERS>& team, const T* block, int present) {
     Raw<T> raw = {};
     if (vectorizes(block, present)) {
 #pragma unroll
@@ -111,8 +130,9 @@ __device__ __forceinline__ Raw<T> fetch(const Team& team, const T* block, int pr
 }
 
 // Forget what lies past the first `present` elements.
-__device__ __forceinline__ void cut(const Team& team, int present, Tile& tile) {
-    if (present >= team.warps * WARP_NUMEL) return;   // as nearly always
+template <int MEMBERS>
+__device__ __forceinline__ void cut(const Team<MEMBERS>& team, int present, Tile& tile) {
+    if (present >= team.numel()) return;   // as nearly always
 #pragma unroll
     for (int group = 0; group < GROUPS; ++group) {
 #pragma unroll
@@ -123,8 +143,8 @@ __device__ __forceinline__ void cut(const Team& team, int present, Tile& tile) {
 }
 
 // Read the block's first `present` elements times `factor`, the product rounded once.
-template <typename T>
-__device__ __forceinline__ void load(const Team& team, const T* block, int present, float factor, Tile& tile) {
+template <typename T, int MEMBERS>
+__device__ __forceinline__ void load(const Team<MEMBERS>& team, const T* block, int present, float factor, Tile& tile) {
     const Raw<T> raw = fetch(team, block, present);
 #pragma unroll
     for (int group = 0; group < GROUPS; ++group) {
@@ -135,8 +155,8 @@ __device__ __forceinline__ void load(const Team& team, const T* block, int prese
 }
 
 // Write the block's first `present` elements.
-template <typename T>
-__device__ __forceinline__ void store(const Team& team, const Tile& tile, T* block, int present) {
+template <typename T, int MEMBERS>
+__device__ __forceinline__ void store(const Team<MEMBERS>& team, const Tile& tile, T* block, int present) {
     if (vectorizes(block, present)) {
 #pragma unroll
         for (int group = 0; group < GROUPS; ++group) {

@@ -10,7 +10,8 @@ struct Values {
     long long numel;
     double scale;
 
-    __device__ __forceinline__ void load_block(const Team& team, long long begin, int present, Tile& tile) const {
+    template <int MEMBERS>
+    __device__ __forceinline__ void load_block(const Team<MEMBERS>& team, long long begin, int present, Tile& tile) const {
         switch (dtype) {   // equal in all threads, and decided before the loads, which then leave together
             case FLOAT32: return load_as<float>(team, begin, present, tile);
             case FLOAT16: return load_as<Half>(team, begin, present, tile);
@@ -18,8 +19,8 @@ struct Values {
         }
     }
 
-    template <typename T>
-    __device__ __forceinline__ void load_as(const Team& team, long long begin, int present, Tile& tile) const {
+    template <typename T, int MEMBERS>
+    __device__ __forceinline__ void load_as(const Team<MEMBERS>& team, long long begin, int present, Tile& tile) const {
         load(team, static_cast<const T*>(first) + begin, present, static_cast<float>(scale), tile);
     }
 };

@@ -32,6 +32,9 @@ _INSTRUCTIONS = {
     'asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(value.bits));': "result = half_to_float(value.bits);",
     'asm("cvt.rn.f16.f32 %0, %1;" : "=h"(result.bits) : "f"(value));': "result.bits = float_to_half(value);",
     'asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(result.bits) : "f"(value));': "result.bits = float_to_bfloat16(value);",
+    'asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(low), "r"(high), "r"(selector));': (
+        "result = permuted(low, high, selector);"
+    ),
 }
 
 # A product and a sum are two roundings on every processor. The handlers of the sanitizers are in the header.

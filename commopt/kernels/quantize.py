@@ -26,6 +26,7 @@ from commopt.kernels.finite import all_finite
 from commopt.kernels.loader import Arguments, Loader
 from commopt.kernels.residual import round_with_residual
 
+_SHORT_NUMEL = 64  # so short a block takes 4 lanes of a warp
 _WARP_NUMEL = 512  # a longer block takes all warps of a CUDA block
 _WARP_THREADS = 32
 _WARPS = 8
@@ -162,10 +163,11 @@ def _shape(codec: Codec, rows: int, chunk_numel: int) -> tuple[int, int, int]:
 
 
 def _launch(kernels: Loader, kernel: str, codec: Codec, payload: Tensor, numel: int, arguments: Arguments) -> None:
-    """Queue a warp per block, or a CUDA block where a warp's registers cannot hold it."""
+    """Queue a warp per block or several short ones, or a CUDA block where a warp's registers cannot hold it."""
     blocks = numel // codec.block
     alone = codec.block <= _WARP_NUMEL
-    grid = -(-blocks // _WARPS) if alone else blocks
+    of_warp = _WARP_NUMEL // _SHORT_NUMEL if codec.block <= _SHORT_NUMEL else 1
+    grid = -(-blocks // (_WARPS * of_warp)) if alone else blocks
     warps = _WARPS if alone else -(-codec.block // _WARP_NUMEL)
     kernels.queue(payload.device, kernel, grid, warps * _WARP_THREADS, arguments)
 
