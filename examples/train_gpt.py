@@ -91,14 +91,14 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Predict every next byte: int64 [batch, context] in, logits [batch, context, 256] out."""
+    """Predict every next token, a byte by default: int64 [batch, context] in, logits [batch, context, 256] out."""
 
-    def __init__(self, layers: int, width: int, context: int) -> None:
+    def __init__(self, layers: int, width: int, context: int, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
-        self.bytes = nn.Embedding(VOCABULARY, width)
+        self.bytes = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(context, width)
         self.blocks = nn.Sequential(*(Block(width, heads=max(1, width // 64)) for _ in range(layers)))
-        self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, VOCABULARY))
+        self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, vocabulary))
         nn.init.normal_(self.positions.weight, std=0.02)  # at first, what the bytes are matters more than where
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.utils._pytree import tree_map_only
 
 import commopt
 from bench.vision import Bottleneck
@@ -35,6 +36,14 @@ def on_ranks(
 ) -> list[T]:
     """Return `[job(rank, world_size, device, *args) for every rank]`, over gloo or NCCL."""
     return run(job, world_size, device, *args, nodes=nodes, device=device, **options)
+
+
+def as_default(rank: int, world_size: int, device: str, job: Callable[..., T], *args: object, **options: object) -> T:
+    """Return what a job that names no device returns where `device` is torch's default one, with tensors on the CPU."""
+    with torch.device(device):
+        found = job(rank, world_size, *args, **options)
+    moved: T = tree_map_only(Tensor, lambda tensor: tensor.cpu(), found)  # else who reads it would use the GPU too
+    return moved
 
 
 def narrow_resnet() -> nn.Module:

@@ -50,12 +50,13 @@ def hsdp_mesh(replicas: int = 2, shards: int = 2) -> DeviceMesh:
     key = (dist.group.WORLD, replicas, shards)
     if key not in _meshes:
         _meshes.clear()
-        _meshes[key] = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+        device = torch.get_default_device().type
+        _meshes[key] = init_device_mesh(device, (replicas, shards), mesh_dim_names=("replicate", "shard"))
     return _meshes[key]
 
 
 def over_all_ranks() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
+    return init_device_mesh(torch.get_default_device().type, (dist.get_world_size(),), mesh_dim_names=("shard",))
 
 
 @dataclass
@@ -98,7 +99,7 @@ def modules_of(net: nn.Module) -> Iterator[FSDPModule]:
 
 def batch(step: int, micro: int = 0, width: int = SIZES[0]) -> Tensor:
     generator = torch.Generator().manual_seed(1000 * step + 10 * micro + 7 * dist.get_rank())
-    return torch.randn(6, width, generator=generator)
+    return torch.randn(6, width, generator=generator, device="cpu").to(torch.get_default_device())
 
 
 def local(net: nn.Module) -> list[Tensor]:

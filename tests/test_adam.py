@@ -27,7 +27,7 @@ from tests.chosen import threads
 from tests.feedback_training import NUMELS, Training, Vectors, residual_of, residuals_of, total, zero_gradients, zeros
 from tests.hook_training import assert_identical
 from tests.ranks import run
-from tests.sharded_training import batch
+from tests.sharded_training import batch, hsdp_mesh
 from tests.test_sharded_modes import WithoutItsHead, last_layer_with_the_head
 
 TORCH = Adam(betas=(0.9, 0.999))  # as torch.optim.AdamW by default
@@ -57,8 +57,8 @@ class Net(nn.Module):
 
 def data(rank: int, step: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    x = torch.randn(8, 30, generator=generator)
-    return x, x[:, :5].sin() + 0.1 * torch.randn(8, 5, generator=generator)
+    x, noise = (torch.randn(8, width, generator=generator, device="cpu") for width in (30, 5))
+    return tuple(each.to(torch.get_default_device()) for each in (x, x[:, :5].sin() + 0.1 * noise))  # type: ignore[return-value]
 
 
 def groups_of(module: nn.Module) -> list[dict[str, Any]]:
@@ -144,9 +144,8 @@ def test_without_compression_it_is_adamw(layout: str, equal: bool, steps: int, m
 
 def train_replicas(rank: int, world_size: int) -> float:
     """Return how far a model of HSDP, whose nodes see the same data, is from one that torch's AdamW has trained."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     sharded, alone = Net().layers, Net().layers
-    fully_shard(sharded, mesh=mesh)
+    fully_shard(sharded, mesh=hsdp_mesh())
     ours = commopt.attach(sharded, EXACT).optimizer(sharded.parameters(), lr=LR, weight_decay=DECAY)
     adamw = torch.optim.AdamW(alone.parameters(), lr=LR, weight_decay=DECAY)
     for step in range(10):
@@ -526,10 +525,9 @@ def test_who_is_used_is_exchanged_where_parameters_may_rest_only() -> None:
 
 def rest_in_shards(rank: int, world_size: int) -> float:
     """Return how far a model of HSDP, one layer of which is used in some steps, is from torch's AdamW."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     sharded, alone = Sometimes(), Sometimes()
     for layer in (sharded.always, sharded.sometimes, sharded):
-        fully_shard(layer, mesh=mesh)
+        fully_shard(layer, mesh=hsdp_mesh())
     ours = commopt.attach(sharded, EXACT).optimizer(sharded.parameters(), lr=LR, weight_decay=0.0)
     adamw = torch.optim.AdamW(alone.parameters(), lr=LR, weight_decay=0.0)
     for step in range(12):

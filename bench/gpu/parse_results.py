@@ -11,7 +11,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from bench.gpu.report import Counted, Target
+from bench.gpu import exposed as exposed_times
+from bench.gpu.report import Counted, Table, Target
 from bench.gpu.runner import Place
 from bench.training import report as training
 
@@ -29,6 +30,7 @@ class Parsed:
     targets: list[Target] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     why: str = ""
+    table: Table | None = None
 
 
 def nothing(place: Place) -> Parsed:
@@ -72,6 +74,62 @@ def learned(file: str, strategies: Sequence[str]) -> Read:
         return Parsed(facts=facts, why="; ".join(wrong))
 
     return read
+
+
+_RATE_TOLERANCE = 0.15  # of what the kernel's pacing lets through
+
+
+def exposed(file: str, strategies: Sequence[str], *shares: tuple[str, str, float]) -> Read:
+    """Return a reader of a file of bench.gpu.exposed, which should have all of `strategies`.
+
+    shares: names of two strategies, and what part of the second one's step the first one's may take.
+    """
+
+    def read(place: Place) -> Parsed:
+        header, rows = exposed_times.read(place.out / file)
+        step_ms = {each.strategy: each.step_ms for each in rows if each.replay is not False}
+        missing = [name for name in strategies if name not in step_ms]
+        lost = [each.strategy for each in rows if not isfinite(each.loss)]
+        wrong = [f"no steps are known of {', '.join(missing)}"] if missing else []
+        wrong += [f"the loss is not finite with {', '.join(lost)}"] if lost else []
+        paced, measured = header["paced_gbps"], header["measured_gbps"]
+        if paced and abs(measured / paced - 1) > _RATE_TOLERANCE and header["ranks_per_node"] == 1:
+            wrong.append(f"the links let through {measured:.2f} Gbit/s, not {paced:g}")
+        targets = [
+            Target(f"{ours}, a step", f"<= {share:g} of that of {theirs}", found, found <= share)
+            for ours, theirs, share in shares
+            if ours in step_ms and theirs in step_ms
+            for found in [step_ms[ours] / step_ms[theirs]]
+        ]
+        shown = Table(exposed_times.title(header), exposed_times.HEADINGS, exposed_times.rows_of(rows))
+        return Parsed(targets=targets, why="; ".join(wrong), table=shown)
+
+    return read
+
+
+def to_loss_of(reference: str, file: str, strategies: Sequence[str]) -> Read:
+    """Return a reader of a file of bench.training: how soon all have come to the loss that `reference` ends with."""
+
+    def read(place: Place) -> Parsed:
+        parsed = learned(file, strategies)(place)
+        _, outcomes = training.read(place.out / file)
+        loss = next((each.held_out_loss for each in outcomes if each.strategy == reference), None)
+        if loss is None:
+            return Parsed(facts=parsed.facts, why=parsed.why or f"no loss is known of {reference}")
+        taken = {each.strategy: each.seconds_to(loss) for each in outcomes}
+        rows = [
+            [each.strategy, f"{each.step_ms:.1f}", _seconds(taken[each.strategy]), f"{each.held_out_loss:.3f}"]
+            for each in outcomes
+        ]
+        headings = ["strategy", "step ms", "s to that loss", "loss in the end"]
+        shown = Table(f"Held-out loss of {loss:.3f}, that of {reference} after all its seconds", headings, rows)
+        return Parsed(facts={**parsed.facts, "seconds_to_loss": taken}, why=parsed.why, table=shown)
+
+    return read
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
 
 
 def kernels(place: Place) -> Parsed:

@@ -39,6 +39,15 @@ class Target:
 
 
 @dataclass(frozen=True)
+class Table:
+    """A step's own table, as it is printed; the first column is text."""
+
+    title: str
+    headings: list[str]
+    rows: list[list[str]]
+
+
+@dataclass(frozen=True)
 class Outcome:
     """One step. `why` says what went wrong, or why it was skipped; `facts` are other figures worth keeping."""
 
@@ -51,6 +60,7 @@ class Outcome:
     tests: Counted | None = None
     targets: list[Target] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
+    table: Table | None = None
 
     @property
     def fell_through(self) -> bool:
@@ -73,8 +83,13 @@ def read(path: Path) -> tuple[dict[str, Any], list[Outcome]]:
 
 
 def _outcome(row: dict[str, Any]) -> Outcome:
-    tests, targets = row.pop("tests"), row.pop("targets")
-    return Outcome(**row, tests=Counted(**tests) if tests else None, targets=[Target(**each) for each in targets])
+    tests, targets, shown = row.pop("tests"), row.pop("targets"), row.pop("table", None)
+    return Outcome(
+        **row,
+        tests=Counted(**tests) if tests else None,
+        targets=[Target(**each) for each in targets],
+        table=Table(**shown) if shown else None,
+    )
 
 
 def merged(old: Sequence[Outcome], new: Sequence[Outcome], order: Sequence[str]) -> list[Outcome]:
@@ -113,6 +128,11 @@ def target_rows(outcomes: Sequence[Outcome]) -> list[list[str]]:
     ]
 
 
+def tables(outcomes: Sequence[Outcome]) -> list[Table]:
+    """Return the tables of the steps that have one."""
+    return [outcome.table for outcome in outcomes if outcome.table is not None]
+
+
 def title(environment: dict[str, Any]) -> str:
     """Say where and when."""
     keys = ("gpu", "torch", "cuda", "nccl", "revision", "date")
@@ -126,6 +146,8 @@ def print_tables(path: Path) -> None:
     print_rows(title(environment), _STEPS, step_rows(outcomes))
     if rows := target_rows(outcomes):
         print_rows("Targets", _TARGETS, rows)
+    for each in tables(outcomes):
+        print_rows(each.title, each.headings, each.rows)
 
 
 def markdown(path: Path) -> str:
@@ -137,6 +159,8 @@ def markdown(path: Path) -> str:
     failed = [name for outcome in outcomes if outcome.tests for name in outcome.tests.failures]
     if failed:
         parts.append("\n".join(["Tests that failed:", "", *(f"- `{name}`" for name in failed)]))
+    for each in tables(outcomes):
+        parts += [f"{each.title}:", table(each.headings, [[f"`{name}`", *cells] for name, *cells in each.rows])]
     return "\n\n".join(parts)
 
 

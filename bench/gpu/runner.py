@@ -14,12 +14,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from threading import Event
 
 ROOT = Path(__file__).parents[2]
 GRACE_S = 25.0  # for pytest to write its results, for launchers to end their ranks
 MARK = "BENCH_GPU_STEP"
 _QUIET_LOOKS = 3
 _KILL_S = 10.0
+_LOOK_S = 0.5
+_SOON_S = 5.0
 _NUMBERS = count()
 
 
@@ -32,12 +35,19 @@ class Ended:
 
 
 def run(
-    command: Sequence[str], environment: Mapping[str, str], log: Path, limit_s: float, grace_s: float = GRACE_S
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    log: Path,
+    limit_s: float,
+    grace_s: float = GRACE_S,
+    told: Event | None = None,
 ) -> Ended:
     """Run `command` in the project's folder until it ends or the limit is over; what it prints goes to `log`.
 
     At the limit it is interrupted as by Ctrl-C first, and has `grace_s` from then on to end by itself. In the end
     everything that it started is killed, in sessions of their own too: torchrun gives one to every rank.
+
+    told: may be set by another thread, when everything has to end soon.
     """
     mark = f"{os.getpid()}-{next(_NUMBERS)}"
     started = time.monotonic()
@@ -54,17 +64,26 @@ def run(
             preexec_fn=_heed_interrupts,
         )
         try:
-            status = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGINT)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(grace_s)
+            status = _status_within(process, limit_s, told)
+            if status is None:
+                process.send_signal(signal.SIGINT)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(min(grace_s, _SOON_S) if told and told.is_set() else grace_s)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
             _kill_marked(mark)
             process.wait()
     return Ended(status, time.monotonic() - started)
+
+
+def _status_within(process: subprocess.Popen[bytes], limit_s: float, told: Event | None) -> int | None:
+    """Return the exit status; None when the limit is over, or when told to end."""
+    deadline = time.monotonic() + limit_s
+    while (left_s := deadline - time.monotonic()) > 0 and not (told and told.is_set()):
+        with suppress(subprocess.TimeoutExpired):
+            return process.wait(min(left_s, _LOOK_S))
+    return process.poll()
 
 
 def _heed_interrupts() -> None:

@@ -1,21 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps on a GPU: run one, judge it, and take all of them one after the other."""
+"""Steps on a GPU: run one, judge it, and take all of them, one after the other or in groups."""
 
 from __future__ import annotations
 
 import re
 import sys
+import tarfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
+from threading import Event, Lock
 from typing import Any
 
 from bench.gpu.parse_results import Parsed, Read, nothing
 from bench.gpu.report import FILE, Outcome, Verdict, merged, read, write
 from bench.gpu.runner import Ended, Place, environment, run
 
+ARCHIVE = "results.tar.gz"
 LEAST_S = 15.0  # with less time left a step is not begun
 _WHY_CHARACTERS = 300
 _BUSY = ("cudaErrorDevicesUnavailable", "busy or unavailable")
@@ -33,6 +38,8 @@ class Step:
     read: Read = nothing
     variables: Mapping[str, str] = field(default_factory=dict)
     """Of the environment."""
+    group: str = ""
+    """Neighbours of one group are taken at the same time: they time nothing. "": it is taken alone."""
 
     @property
     def results(self) -> list[str]:
@@ -40,8 +47,8 @@ class Step:
         return [word.removeprefix("{out}/") for word in self.command if word.startswith("{out}/")]
 
 
-def take(step: Step, place: Place, left_s: float) -> Outcome:
-    """Run a step in the time that is left; never raise for a fault in it."""
+def take(step: Step, place: Place, left_s: float, told: Event | None = None) -> Outcome:
+    """Run a step in the time that is left, or until `told` is set; never raise for a fault in it."""
     if left_s < min(LEAST_S, step.limit_s):
         return _outcome(step, place, 0.0, "skipped", f"{max(left_s, 0):.0f} s were left")
     limit_s = min(step.limit_s, left_s)
@@ -50,7 +57,7 @@ def take(step: Step, place: Place, left_s: float) -> Outcome:
     log = log_of(step.name, place)
     started = time.monotonic()
     try:
-        ended = run(place.filled(step.command), {**environment(), **step.variables}, log, limit_s)
+        ended = run(place.filled(step.command), {**environment(), **step.variables}, log, limit_s, told=told)
     except OSError as error:  # a program that is not there
         return _outcome(step, place, time.monotonic() - started, "failed", str(error))
     found, unread = _found(step, place)
@@ -120,6 +127,7 @@ def _outcome(
         tests=found.tests,
         targets=found.targets,
         facts=found.facts,
+        table=found.table,
     )
 
 
@@ -134,23 +142,71 @@ def session(
     order: Sequence[str],
     clock: Callable[[], float] = time.monotonic,
 ) -> list[Outcome]:
-    """Take all steps within `limit_s`, write the file after each, and return the outcomes of these steps.
+    """Take all steps within `limit_s`, write the files after each, and return the outcomes of these steps.
 
-    Outcomes of other steps that the file has from before stay in it; `order` names all that are known.
+    Steps that follow each other in one group are taken at the same time. Outcomes of other steps that the file has from
+    before stay in it; `order` names all that are known.
     """
-    file = place.out / FILE
+    file, lock = place.out / FILE, Lock()
     before = read(file)[1] if file.exists() else []
-    started = clock()
-    outcomes: list[Outcome] = []
-    for number, step in enumerate(steps, 1):
-        print(f"[{number}/{len(steps)}] {step.name}: {step.shows}", file=sys.stderr, flush=True)
+    started, told = clock(), Event()
+    outcomes: dict[str, Outcome] = {}
+
+    def one(step: Step) -> None:
         left_s = float("inf") if limit_s is None else limit_s - (clock() - started)
-        outcomes.append(take(step, place, left_s))
-        _say(outcomes[-1], place)
-        known = merged(before, outcomes, order)
-        facts = next((outcome.facts for outcome in known if outcome.name == "machine"), {})
-        write(file, {**environment, **facts}, known)
-    return outcomes
+        outcome = take(step, place, left_s, told)
+        if told.is_set():  # it has not ended by itself
+            return
+        with lock:
+            outcomes[step.name] = outcome
+            _say(outcome, place)
+            known = merged(before, list(outcomes.values()), order)
+            facts = next((each.facts for each in known if each.name == "machine"), {})
+            write(file, {**environment, **facts}, known)
+            pack(place.out)
+
+    try:
+        for group in groups(steps):
+            for step in group:
+                number = steps.index(step) + 1
+                print(f"[{number}/{len(steps)}] {step.name}: {step.shows}", file=sys.stderr, flush=True)
+            with ThreadPoolExecutor(len(group)) as pool, _ending_all(told):
+                for done in [pool.submit(one, step) for step in group]:
+                    done.result()
+    finally:
+        pack(place.out)
+    return [outcomes[step.name] for step in steps]
+
+
+@contextmanager
+def _ending_all(told: Event) -> Iterator[None]:
+    """Tell the steps under way to end when this one thread is told so."""
+    try:
+        yield
+    except BaseException:
+        told.set()
+        raise
+
+
+def groups(steps: Sequence[Step]) -> list[list[Step]]:
+    """Return the steps in their order, those together that are neighbours in one group."""
+    found: list[list[Step]] = []
+    for step in steps:
+        if found and step.group and step.group == found[-1][0].group:
+            found[-1].append(step)
+        else:
+            found.append([step])
+    return found
+
+
+def pack(out: Path) -> None:
+    """Put all results into one archive beside them; a writer that is killed leaves the old one."""
+    unfinished = out / f"{ARCHIVE}.unfinished"
+    with tarfile.open(unfinished, "w:gz") as archive:
+        for file in sorted(out.iterdir()):
+            if file.is_file() and not file.name.endswith(".unfinished") and file.name != ARCHIVE:
+                archive.add(file, file.name)
+    unfinished.replace(out / ARCHIVE)
 
 
 def _say(outcome: Outcome, place: Place) -> None:

@@ -6,13 +6,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bench.demo import local_ranks
-from bench.gpu.parse_results import Read, compressors, kernels, learned, machine, overlap, tests
+from bench.gpu import exposed as exposed_times
+from bench.gpu.parse_results import (
+    Read,
+    compressors,
+    exposed,
+    kernels,
+    learned,
+    machine,
+    overlap,
+    tests,
+    to_loss_of,
+)
 from bench.gpu.runner import ROOT
 from bench.gpu.session import Step
 
 KERNEL_TESTS = tuple(f"tests/test_{name}.py" for name in ("kernels", "gpu_loaders"))
-CONTRACT, CAPTURE, DDP, FAILURES, SOAK = RANKS_TESTS = tuple(
-    f"tests/test_gpu_{name}.py" for name in ("contract", "capture", "ddp", "failures", "soak")
+CONTRACT, CAPTURE, DDP, FAILURES, SOAK, REPLAY, SHARDED = RANKS_TESTS = tuple(
+    f"tests/test_gpu_{name}.py" for name in ("contract", "capture", "ddp", "failures", "soak", "replay", "sharded")
 )
 _TWO = "[2] or [1+1]"  # names of worlds of two ranks
 _FLAT_GRAPHS = "replays and flat"
@@ -32,8 +43,15 @@ PRESETS = (
 SANITIZER_TOOLS = {
     "memcheck": "no kernel reads or writes out of bounds",
     "racecheck": "no kernel races on shared memory",
+    "initcheck": "no kernel reads memory that nobody has written",
+    "synccheck": "no kernel waits at a barrier that others do not come to",
 }
+_ALL_KERNELS = ("initcheck",)  # who else has written memory counts too
+TO_A_LOSS = ("torch_bf16", "torch_powersgd", *exposed_times.STRATEGIES[6:])
+_SHORTER = ("gpt2-medium", "resnet50")  # models with the most, and with the fewest buckets
+_REPLAYED_TOO = ("hierarchical_quantized:bits=4", "hierarchical_powersgd")
 _TIMES = ("--seconds", "5", "--look-every", "2", "--noop-steps", "5")  # of a training: enough to see it learn
+_TIMES_TO_A_LOSS = ("--seconds", "7", "--look-every", "1", "--noop-steps", "10", "--json", "{out}/to-a-loss.json")
 _LAUNCHER, _TWO_NODES = local_ranks(2, 2)
 _TEST_TIMEOUT_S = 170  # longer than any job of ranks, which then shows where each rank hangs
 _TEST_PROCESSES = 6
@@ -45,6 +63,7 @@ def steps(build: bool) -> list[Step]:
     Limits are those of ranks that take turns on the GPU.
     """
     return [
+        _build(build),
         Step(
             "machine",
             "what machine this is; how fast it copies and multiplies",
@@ -52,37 +71,86 @@ def steps(build: bool) -> list[Step]:
             60,
             machine,
         ),
-        _build(build),
         _tests("kernel-tests", "both loaders compute what the reference does", 150, *KERNEL_TESTS, at_once=True),
-        _benchmark("kernels", "what part of the memory's speed each kernel reaches", 100, kernels),
-        _tests("nccl-tests", "two ranks average over NCCL: right, and the same bits", 60, CONTRACT, k=_TWO),
-        _tests("graph-tests", "a CUDA graph replays steps of flat presets", 60, CAPTURE, k=_FLAT_GRAPHS),
-        _benchmark(
-            "overlap",
-            "communication overlaps with backward; nothing waits for the device",
-            60,
-            overlap,
-            "--trace",
-            "{out}/overlap-trace.json.gz",
-            module="bench.evidence.overlap",
-        ),
-        _tests("ddp-tests", "every preset inside DDP, two ranks", 90, DDP, k=_PRESETS_OF_TWO),
-        _tests("failures", "a failing or dying rank is known to all", 120, FAILURES),
-        _tests("contract-tests", "the contract of all aggregators over NCCL", 240, CONTRACT, k=f"not ({_TWO})"),
-        _tests(
-            "nodes-tests",
-            "DDP's features, AMP and CUDA graphs on nodes",
-            240,
-            DDP,
-            CAPTURE,
-            k=f"not ({_PRESETS_OF_TWO}) and not ({_FLAT_GRAPHS})",
-        ),
-        _tests("other-tests", "recordings, damaged checkpoints, ranks, clocks", 120, *_other_tests()),
-        _benchmark("compressors", "what a step of each preset costs beside torch's hooks", 120, compressors),
-        _tests("soak", "500 steps: nothing grows", 100, SOAK),
-        _training("training", "a GPT learns by every preset on 2 x 2 ranks", PRESETS, 150),
+        _tests("replay-tests", "steps of replayed kernels have the bits of others", 120, REPLAY),
+        *_benchmarks(),
+        *_paced(),
+        *_tests_in_groups(),
+        *(_sanitizer(tool, "sanitizers") for tool in SANITIZER_TOOLS),
+        _tests("soak", "500 steps: nothing grows", 100, SOAK, group="long"),
+        _training("training", "a GPT learns by every preset on 2 x 2 ranks", PRESETS, 150, "long"),
         _tuner("tuning", "auto:allow=quantized+powersgd"),
-        *map(_sanitizer, SANITIZER_TOOLS),
+    ]
+
+
+def _benchmarks() -> list[Step]:
+    trace = ("--trace", "{out}/overlap-trace.json.gz")
+    shows = "communication overlaps with backward; nothing waits for the device"
+    models = ("--models", ",".join(_SHORTER), "--seconds", "1.5")
+    return [
+        _benchmark("compressors", "what a step of each preset costs beside torch's hooks", 120, compressors, *models),
+        _benchmark("kernels", "what part of the memory's speed each kernel reaches", 100, kernels),
+        _benchmark("overlap", shows, 60, overlap, *trace, module="bench.evidence.overlap"),
+    ]
+
+
+def _paced() -> list[Step]:
+    """Return the steps over links that the kernel paces, with ranks that share the GPU."""
+    powersgd, two_bits = "hierarchical_powersgd", "hierarchical_quantized:bits=2"
+    shares = ((powersgd, "torch_powersgd", 0.6), (two_bits, "ddp", 0.15))
+    again = ("--without-replay", ",".join(_REPLAYED_TOO))
+    what = "time of communication that backward does not hide"
+    names, sharded = exposed_times.STRATEGIES, exposed_times.SHARDED
+    return [
+        _exposed("exposed-10gbit", f"{what}: GPT-2", "10gbit", 1, 120, names, shares, *again),
+        _exposed("exposed-1gbit", f"{what}: a GPT of 28M", "1gbit", 1, 150, names, (), "--model", "gpt-28m", *again),
+        _exposed("exposed-hsdp", f"{what}: HSDP", "10gbit", 2, 100, sharded, (), "--parallel", "hsdp"),
+        Step(
+            "to-a-loss",
+            "seconds to the loss that torch's bfloat16 hook comes to, over 1 Gbit/s",
+            _over_links("1gbit", 1, "bench.training", "--strategies", ",".join(TO_A_LOSS), *_TIMES_TO_A_LOSS),
+            120,
+            to_loss_of(TO_A_LOSS[0], "to-a-loss.json", TO_A_LOSS),
+        ),
+    ]
+
+
+def _over_links(rate: str, ranks_per_node: int, *module: str) -> tuple[str, ...]:
+    links = ("--rate", rate, "--nodes", "2", "--ranks-per-node", str(ranks_per_node))
+    return _module("bench.gpu.paced", *links, "-m", *module)
+
+
+def _exposed(
+    name: str,
+    shows: str,
+    rate: str,
+    ranks_per_node: int,
+    limit_s: float,
+    strategies: Sequence[str],
+    shares: Sequence[tuple[str, str, float]],
+    *arguments: str,
+) -> Step:
+    file = f"{name}.json"
+    command = _over_links(rate, ranks_per_node, "bench.gpu.exposed", *arguments, "--json", f"{{out}}/{file}")
+    return Step(name, shows, command, limit_s, exposed(file, strategies, *shares))
+
+
+def _tests_in_groups() -> list[Step]:
+    """Return the tests of ranks: what is quick first, those of one group at the same time."""
+    rest = f"not ({_PRESETS_OF_TWO}) and not ({_FLAT_GRAPHS})"
+    return [
+        _tests("ddp-tests", "every preset inside DDP, two ranks", 120, DDP, k=_PRESETS_OF_TWO, group="quick"),
+        _tests("sharded-tests", "FSDP2, AdamW before averages, LocalSGD", 240, SHARDED, group="quick"),
+        _tests("graph-tests", "a CUDA graph replays steps of flat presets", 90, CAPTURE, k=_FLAT_GRAPHS, group="quick"),
+        _tests(
+            "nccl-tests", "two ranks average over NCCL: right, and the same bits", 90, CONTRACT, k=_TWO, group="quick"
+        ),
+        _tests("failures", "a failing or dying rank is known to all", 120, FAILURES),
+        _tests(
+            "contract-tests", "all aggregators over NCCL, more ranks", 240, CONTRACT, k=f"not ({_TWO})", group="slow"
+        ),
+        _tests("nodes-tests", "DDP's features, AMP and CUDA graphs on nodes", 240, DDP, CAPTURE, k=rest, group="slow"),
+        _tests("other-tests", "recordings, damaged checkpoints, ranks, clocks", 240, *_other_tests(), group="slow"),
     ]
 
 
@@ -102,13 +170,15 @@ def _build(build: bool) -> Step:
     return Step("build", shows, ("{first python}", "-m", "bench.gpu.build", "--into", "{build}"), 300)
 
 
-def _tests(name: str, shows: str, limit_s: float, *files: str, at_once: bool = False, k: str = "") -> Step:
+def _tests(
+    name: str, shows: str, limit_s: float, *files: str, at_once: bool = False, k: str = "", group: str = ""
+) -> Step:
     file = f"{name}.xml"
     options = ["-v", "--tb=short", "-m", "gpu", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
     options += ["--timeout", str(_TEST_TIMEOUT_S), "--junitxml", f"{{out}}/{file}"]
     options += ["-n", str(_TEST_PROCESSES), "--dist", "worksteal"] if at_once else []
     options += ["-k", k] if k else []
-    return Step(name, shows, _module("pytest", *options, *files), limit_s, tests(file))
+    return Step(name, shows, _module("pytest", *options, *files), limit_s, tests(file), group=group)
 
 
 def _other_tests() -> list[str]:
@@ -123,19 +193,20 @@ def _benchmark(name: str, shows: str, limit_s: float, read: Read, *arguments: st
     return Step(name, shows, command, limit_s, read)
 
 
-def _sanitizer(tool: str) -> Step:
+def _sanitizer(tool: str, group: str) -> Step:
     sanitizer = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--print-limit", "20"]
-    for name in KERNEL_NAMES:  # ours alone: torch's are many and slow
+    for name in () if tool in _ALL_KERNELS else KERNEL_NAMES:  # ours alone: torch's are many and slow
         sanitizer += ["--kernel-name", f"kernel_substring={name}"]
     command = (*sanitizer, *_module("bench.gpu.every_kernel"))
-    return Step(tool, SANITIZER_TOOLS[tool], command, 150, variables={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
+    variables = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    return Step(tool, SANITIZER_TOOLS[tool], command, 150, variables=variables, group=group)
 
 
-def _training(name: str, shows: str, strategies: Sequence[str], limit_s: float) -> Step:
+def _training(name: str, shows: str, strategies: Sequence[str], limit_s: float, group: str) -> Step:
     file = f"{name}.json"
     arguments = ("--strategies", ",".join(strategies), *_TIMES, "--json", f"{{out}}/{file}")
     command = _ranks("bench.training", *arguments)
-    return Step(name, shows, command, limit_s, learned(file, strategies), variables=_TWO_NODES)
+    return Step(name, shows, command, limit_s, learned(file, strategies), variables=_TWO_NODES, group=group)
 
 
 def _tuner(name: str, strategy: str) -> Step:

@@ -138,12 +138,13 @@ def torch_bf16(training: Trainable) -> Trainable:
 
 
 def torch_powersgd(training: Trainable) -> Trainable:
-    """Put torch's powerSGD_hook on the model, wrapped anew so that all gradients are one bucket.
+    """Put torch's powerSGD_hook on the model; over gloo wrapped anew so that all gradients are one bucket.
 
-    With more the hook hangs on gloo: it starts collectives of several buckets from gloo's threads, in any order.
+    With more the hook hangs there: it starts collectives of several buckets from gloo's threads, in any order.
     """
-    old = _ddp_of(training)
-    ddp = DistributedDataParallel(old.module, device_ids=old.device_ids, bucket_cap_mb=_ONE_BUCKET_MB)
+    ddp = _ddp_of(training)
+    if dist.get_backend() == "gloo":
+        ddp = DistributedDataParallel(ddp.module, device_ids=ddp.device_ids, bucket_cap_mb=_ONE_BUCKET_MB)
     state = PowerSGDState(None, matrix_approximation_rank=MATRIX_RANK, start_powerSGD_iter=_DENSE_STEPS)
     ddp.register_comm_hook(state, powerSGD_hook)
     training.model = ddp
@@ -159,8 +160,8 @@ OTHERS: Mapping[str, Entry] = {
     entry.__name__: entry for entry in (torch_fp16, torch_bf16, torch_powersgd, unoverlapped_powersgd)
 }
 NOTES: Mapping[str, str] = {
-    "torch_powersgd": f"torch_powersgd: rank {MATRIX_RANK}, all gradients in one bucket after {_DENSE_STEPS} dense "
-    f"steps, since torch's hook hangs on gloo with more than one",
+    "torch_powersgd": f"torch_powersgd: rank {MATRIX_RANK} after {_DENSE_STEPS} dense steps; over gloo all gradients "
+    f"in one bucket, since torch's hook hangs there with more than one",
     "unoverlapped_powersgd": f"unoverlapped_powersgd: rank {MATRIX_RANK}, plain torch after backward has ended, "
     f"{_DENSE_STEPS} dense steps first",
 }

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels of a bucket that are replayed as CUDA graphs compute the bits that they compute when launched one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import commopt
+from bench.gpu.exposed import replay
+from tests.gpu_training import ON_GPU, kept, on_ranks
+from tests.hook_training import SMALL_BUCKET, Tower, batch_of, seeded
+from tests.ranks import Nodes
+from tests.sharded_training import local
+
+STEPS = 12  # some of which are like those before
+ROWS = ["flat", "hierarchical_bf16", "hierarchical_quantized", "hierarchical_quantized:bits=4", "hierarchical_onebit"]
+ROWS += ["hierarchical_dgc:density=0.05", "hierarchical_powersgd"]
+
+
+class Trained(NamedTuple):
+    """What a training came to on one rank; replayed: how many buckets were, None where nobody counts."""
+
+    losses: list[float]
+    parameters: list[Tensor]
+    kept: dict[str, Tensor]
+    replayed: int | None
+
+
+def train(rank: int, device: str, strategy: str, model: str, micros: int) -> Trained:
+    """Train for some steps, which accumulate `micros` backwards each."""
+    module = seeded(Tower).to(device)
+    wrapped: Any = module
+    if model == "ddp":
+        wrapped = TorchDDP(module, **SMALL_BUCKET)
+    else:
+        mesh = init_device_mesh(device, (2, 2), mesh_dim_names=("replicate", "shard"))
+        for part in (*module.layers, module):  # type: ignore[misc]  # a Tower's
+            fully_shard(part, mesh=mesh)
+    state = commopt.attach(wrapped, strategy, timeout=60)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01, momentum=0.9)
+    inputs = [batch_of(rank, 0, micro)[0].to(device) for micro in range(micros)]  # is learned by heart
+    losses = [step(wrapped, optimizer, inputs) for _ in range(STEPS)]
+    found = kept(state) if isinstance(state, commopt.HookState) else {}
+    replayed = state.stats().get("replayed")
+    parameters = [values.cpu() for values in local(wrapped)]
+    state.close()
+    return Trained(losses, parameters, found, replayed)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: list[Tensor]) -> float:
+    """Take an optimizer step; return the loss of the last batch."""
+    optimizer.zero_grad(set_to_none=True)
+    for index, batch in enumerate(inputs):
+        with no_sync_unless(model, index == len(inputs) - 1):
+            loss = model(batch).square().mean()
+            loss.backward()
+    optimizer.step()
+    return float(loss)
+
+
+def no_sync_unless(model: Any, last: bool) -> Any:
+    if isinstance(model, TorchDDP):
+        return torch.enable_grad() if last else model.no_sync()
+    model.set_requires_gradient_sync(last)
+    return torch.enable_grad()
+
+
+def both_ways(
+    rank: int, world_size: int, device: str, strategies: list[str], model: str, micros: int
+) -> dict[str, tuple[Trained, Trained]]:
+    """Train by each strategy without replay and with it."""
+
+    def ways(strategy: str) -> Iterator[Trained]:
+        for wanted in (False, True):
+            with replay(wanted):
+                yield train(rank, device, strategy, model, micros)
+
+    return {strategy: tuple(ways(strategy)) for strategy in strategies}  # type: ignore[misc]  # of two
+
+
+@pytest.mark.parametrize(
+    ("model", "world_size", "nodes", "micros"),
+    [("ddp", 2, (1, 1), 1), ("ddp", 2, (1, 1), 2), ("hsdp", 4, (2, 2), 1)],
+    ids=["DDP", "DDP, accumulated", "HSDP"],
+)
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])
+def test_a_replayed_training_has_the_bits_of_another(
+    device: str, model: str, world_size: int, nodes: Nodes, micros: int
+) -> None:
+    env = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # one order of sums, whatever the stream
+    results = on_ranks(
+        device, both_ways, world_size, ROWS, model, micros, nodes=nodes, env=env, fresh=True, timeout_s=110.0
+    )
+    for found in results:
+        for strategy, (plain, replayed) in found.items():
+            assert replayed.losses == plain.losses, strategy
+            assert plain.losses[-1] < plain.losses[0], strategy
+            assert all(map(torch.equal, replayed.parameters, plain.parameters)), strategy
+            assert replayed.kept.keys() == plain.kept.keys(), strategy
+            assert all(torch.equal(replayed.kept[key], plain.kept[key]) for key in plain.kept), strategy
+            assert not plain.replayed, strategy
+            assert replayed.replayed is None or replayed.replayed > 0, f"{strategy}: nothing was replayed"
