@@ -331,8 +331,8 @@ class Gpu:
         given = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, Tensor)]
         is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
         if not is_view and name not in _OF_SHAPE:
-            self.operations += 1
             self._use(func, args, kwargs)
+        self.operations += not is_view and name not in ("new_empty", "empty_like")
         if name in _WAITS:
             self.stream.synchronize()
         if to_host:
@@ -417,6 +417,7 @@ class Gpu:
             if torch.device(options.get("device") or "cpu").type != "cuda":
                 return make(*args, **options)
             del options["device"]
+            self.operations += make.__name__ != "empty"
             return self._placed(make(*args, **options, device="cpu"))
 
         return factory
