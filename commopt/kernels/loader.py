@@ -56,7 +56,6 @@ class Native(Loader):
 
     def __init__(self) -> None:
         self._module = _compiled("_C")
-        self.launch = self._module.launch  # type: ignore[method-assign]  # no function between, at every launch
 
     def launch(self, kernel: str, grid: int, block: int, stream: int, arguments: Arguments) -> None:
         self._module.launch(kernel, grid, block, stream, arguments)
