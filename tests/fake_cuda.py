@@ -383,6 +383,7 @@ class Gpu:
             graph.add(partial(self._again, func, args, kwargs, found))
         elif not is_view and name not in _OF_SHAPE:
             self._use(func, args, kwargs)
+        self.operations += not is_view and name not in ("new_empty", "empty_like")
         if name in _WAITS:
             self.stream.synchronize()
         if to_host:
@@ -401,7 +402,6 @@ class Gpu:
             self._access(each, self.stream.work(), writes=True, what=f"a result of {func}")
 
     def _use(self, func: Any, args: Any, kwargs: Any) -> None:
-        self.operations += 1
         time = self.stream.work()
         for number, parameter in enumerate(func._schema.arguments):
             value = args[number] if number < len(args) else kwargs.get(parameter.name)
@@ -490,6 +490,7 @@ class Gpu:
             if torch.device(options.get("device") or "cpu").type != "cuda":
                 return make(*args, **options)
             del options["device"]
+            self.operations += make.__name__ != "empty"
             made = make(*args, **options, device="cpu")
             if self.capturing is not None:
                 if make.__name__ == "tensor":

@@ -41,6 +41,7 @@ LAYERS = (
     "commopt.display",
     "commopt.command_line",
     "commopt.document",
+    "commopt.cuda_streams",
     "commopt.errors",
     "commopt.version",
     "topology",

@@ -13,9 +13,13 @@ import torch
 from torch import Tensor
 
 from commopt import Aggregator, Feedback, Hierarchical, PowerSGD
+from commopt.aggregate.exchange import Exchange
+from commopt.aggregate.matrices import MatrixPlan, RankRule, matrix_plan
+from commopt.feedback import BufferContext, Factors, Layout, Side
 from commopt.kernels.lowrank import orthogonalize
 from tests.catalogue import LAYOUTS
 from tests.chosen import Chooser, Shapes, Trace, blocks_of, kept, threads
+from tests.emulator import Emulator, on_the_cpu
 from tests.hook_training import assert_identical
 from tests.ranks import run
 
@@ -545,3 +549,48 @@ def test_another_world_begins_with_warm_factors(old: str, new: str) -> None:
     results = run(load_warm, world_size, aggregator, saved, nodes=nodes)
     assert_identical([digest for _, digest in results])
     assert results[0][0] < (1e-3 if nodes is None else 2**-7)  # between nodes factors are rounded to bfloat16
+
+
+# -------------------------------------------------------------------------------------- factors side by side
+
+BESIDE = [(320, 80), (320, 80), (80, 320), (90, 110), (1300, 40)]
+
+
+def exchange_of(shapes: list[tuple[int, int]], matrix_rank: int) -> tuple[Exchange, MatrixPlan]:
+    layout = Layout.of_parameters([(f"m{number}", shape) for number, shape in enumerate(shapes)])
+    plan = matrix_plan(layout, RankRule(matrix_rank, 1.0, ()))
+    context = BufferContext.unremembered(layout.numel)
+    return Exchange(plan, matrix_rank, None, torch.zeros(layout.numel), torch.float32, 1.0, context), plan
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("noisy", [False, True], ids=["bare", "with noise"])
+def test_factors_beside_higher_ones_have_the_bits_that_they_have_alone(
+    emulator: Emulator, side: Side, noisy: bool
+) -> None:
+    """A kernel takes factors of several heights; zeros, NaN and what is in their neighbours change nothing in them."""
+    torch.manual_seed(0)
+    with on_the_cpu(emulator):
+        exchange, plan = exchange_of(BESIDE, 4)
+        assert len(plan.padded["left"].stacks) < len(plan.by_height["left"])
+        sides: tuple[Side, ...] = ("left", "right")
+        initial = {each: exchange._random(each) for each in sides}
+        known = Factors(plan.stacked, plan.heights["right"], initial["right"], initial) if noisy else None
+        heights = plan.heights[side]
+        factors = torch.randn(sum(heights), 4)
+        parts = factors.split(heights)
+        parts[0].zero_()
+        parts[1][5:9] = 0.0
+        parts[2][3] = float("nan")
+        found = torch.empty_like(factors)
+        exchange._orthogonalize(side, factors, found, known)
+        for number, (part, got) in enumerate(zip(parts, found.split(heights), strict=True)):
+            noise = None
+            if known is not None:
+                noise = initial[side].split(heights)[number]
+                noise = (noise * part.ne(0).any(1, keepdim=True) if side == "left" else noise).unsqueeze(0)
+            alone = orthogonalize(part.unsqueeze(0).clone(), initial=noise)[0]
+            if noisy and heights[number] in (90, 110):  # not a power of two shorter: the unit of their noise is rounded
+                torch.testing.assert_close(got, alone, rtol=1e-4, atol=1e-6)
+            else:
+                assert torch.equal(got.nan_to_num(9.0), alone.nan_to_num(9.0)), heights[number]

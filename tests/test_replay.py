@@ -165,7 +165,7 @@ def test_what_no_graph_can_hold_is_launched_kernel_by_kernel(caplog: pytest.LogC
     assert_alike(plain, again)
     assert replayed == figures
     said = [each for each in caplog.messages if "cannot be replayed as a CUDA graph" in each]
-    assert len(said) == len(BUCKETS), "once for each"
+    assert len(said) == 1, "not for every bucket"
 
 
 @pytest.mark.parametrize(

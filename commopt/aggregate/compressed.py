@@ -166,7 +166,7 @@ class Compressed(Aggregator):
         residuals = []
         for region, mask in zip(rows.regions, masks, strict=True):
             begin, end = region.chunk(team.rank)
-            own_chunk = region.layout.cut(begin, end)
+            own_chunk = region.chunk_layout(team.rank)
             residual = encoding_residual(
                 region.compressor, self.feedback, "server", own_chunk, context, device, region.layout
             )

@@ -60,6 +60,16 @@ class Region:
         """Return where chunk `number` begins and ends in the region."""
         return min(number * self.chunk_numel, self.numel), min((number + 1) * self.chunk_numel, self.numel)
 
+    def chunk_layout(self, number: int) -> Layout:
+        """Return the pieces of chunk `number`: always the same object, which is found at once where it is a key."""
+        if number not in self._chunk_layouts:
+            self._chunk_layouts[number] = self.layout.cut(*self.chunk(number))
+        return self._chunk_layouts[number]
+
+    @cached_property
+    def _chunk_layouts(self) -> dict[int, Layout]:
+        return {}
+
     def read(self, buffer: Tensor, scratch: Scratch, tag: str = "region") -> Tensor:
         """Return the region's elements of `buffer` in one piece: a view where they are, else the memory of `tag`."""
         if len(self.spans) == 1:

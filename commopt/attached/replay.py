@@ -84,6 +84,7 @@ class Replays:
         self.store = store
         self.moves = moves
         self.count = count
+        self._failed = False  # one warning is enough
         self._buckets: dict[Hashable, _Bucket] = {}
 
     def replay(self, task: Reduction) -> bool:
@@ -169,12 +170,14 @@ class Replays:
         except Exception as error:
             self._undo(begins, steps, beside)
             bucket.never = True
-            _log.warning(
+            _log.log(
+                logging.INFO if self._failed else logging.WARNING,
                 "%s cannot be replayed as a CUDA graph, and its kernels are launched one by one: %s: %s",
                 task,
                 type(error).__name__,
                 error,
             )
+            self._failed = True
             return None
         if not _are_there(sums):  # one has begun just now: later steps add to it
             self._undo(begins, steps, beside)

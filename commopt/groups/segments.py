@@ -68,25 +68,41 @@ class Segments:
         self._begin()
 
     def _begin(self) -> None:
-        graph = torch.cuda.CUDAGraph()
-        # Other threads, such as torch's watchdog, go on using CUDA.
-        graph.capture_begin(pool=_pool(torch.cuda.current_device()), capture_error_mode="thread_local")
-        self._graph = graph
+        self._graph = _begun(_pool(torch.cuda.current_device())[0])
 
     def _end(self) -> None:
         graph, self._graph = self._graph, None
         assert graph is not None
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            graph.capture_end()
-        empty = [each for each in said if _EMPTY in str(each.message)]
-        for other in said:
-            if other not in empty:
-                warnings.warn_explicit(other.message, other.category, other.filename, other.lineno)
-        if not empty:
+        if _ended(graph):
             self._parts.append(graph.replay)
 
 
+def _begun(pool: Any) -> torch.cuda.CUDAGraph:
+    """Return a graph that captures the current stream."""
+    graph = torch.cuda.CUDAGraph()
+    # Other threads, such as torch's watchdog, go on using CUDA.
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    return graph
+
+
+def _ended(graph: torch.cuda.CUDAGraph) -> bool:
+    """End the capture; return whether there is anything in the graph, which torch only warns of."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        graph.capture_end()
+    others = [each for each in said if _EMPTY not in str(each.message)]
+    for each in others:
+        warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+    return len(others) == len(said)
+
+
 @cache
-def _pool(device: int) -> Any:
-    return torch.cuda.graph_pool_handle()
+def _pool(device: int) -> tuple[Any, torch.cuda.CUDAGraph]:
+    """Return the pool of memory of all segments of a device, and an empty graph that keeps it.
+
+    torch forgets a pool when its last graph is gone, and cannot capture into it any more.
+    """
+    handle = torch.cuda.graph_pool_handle()
+    keeper = _begun(handle)
+    _ended(keeper)
+    return handle, keeper

@@ -228,7 +228,7 @@ def _try(loader: Loader, device: torch.device) -> None:
         doubled = torch.zeros_like(values)
         two = torch.full((), 2.0, dtype=torch.float32, device=device)  # a factor of one row: left times right
         arguments = (values.data_ptr(), two.data_ptr(), values.numel(), 1, 1, doubled.data_ptr())
-        loader.queue(device, "lowrank_decode", 1, 256, arguments)
+        loader.queue(values.device, "lowrank_decode", 1, 256, arguments)
         if not torch.equal(doubled, 2 * values):
             raise RuntimeError(f"a kernel made {doubled.tolist()} of {values.tolist()} instead of twice as much")
 

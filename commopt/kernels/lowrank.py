@@ -185,6 +185,13 @@ def _cpu(device: torch.device) -> Any | None:
 
 
 def _check_product(left: Tensor, right: Tensor, matrices: Tensor) -> None:
+    given = (left, right, matrices)
+    if all([each.dtype == torch.float32 and each.dim() == 3 and each.is_contiguous() for each in given]):
+        (count, rows, matrix_rank), device = left.shape, left.device
+        cols = right.shape[1]
+        fits = right.shape == (count, cols, matrix_rank) and matrices.shape == (count, rows, cols)
+        if fits and right.device == device and matrices.device == device:
+            return  # as ever: what follows finds the words for what is wrong
     _check(left=left, right=right, matrices=matrices)
     count, rows, matrix_rank = left.shape
     cols = right.shape[1]

@@ -20,8 +20,11 @@ def cache_numel(device: torch.device) -> int:
     return _CPU_CACHE_NUMEL if device.type == "cpu" else _CACHE_NUMEL
 
 
-def scale_into(values: Tensor, scale: Tensor, p: Tensor) -> None:
-    """Set p to `scale` (float32, 0-d) times values, both of any floating dtype: a float32 product, rounded once."""
+def scale_into(values: Tensor, scale: Tensor | float, p: Tensor) -> None:
+    """Set p to `scale` times values, both of any floating dtype: a float32 product, rounded once.
+
+    scale: float32, 0-d; or a number, which is rounded to float32.
+    """
     if values.dtype == torch.float32:
         torch.mul(values, scale, out=p)
     elif p.dtype == torch.float32:
@@ -85,17 +88,16 @@ def round_with_residual(
     rng_key: round by chance, to bfloat16; the values are the elements from `place` on of those rounded by this key.
     """
     step = min(cache_numel(values.device), values.numel())
-    factor = torch.full((), scale, dtype=torch.float32, device=values.device)  # written there: no host waits
     feedback = None if residual is None else ScaledResidual(residual)
     direct = feedback is None and rng_key is None
     memory = torch.empty(2, 0 if direct else step, dtype=torch.float32, device=values.device)
     for begin in range(0, values.numel(), max(step, 1)):
         part, target = values[begin : begin + step], rounded[begin : begin + step]
         if direct:
-            scale_into(part, factor, target)
+            scale_into(part, scale, target)
             continue
         p, work = memory[:, : part.numel()]
-        scale_into(part, factor, p)
+        scale_into(part, scale, p)
         if feedback is not None:
             feedback.add_old(begin, p, work)
         if rng_key is None:
