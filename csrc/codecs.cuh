@@ -32,13 +32,15 @@ __device__ __forceinline__ unsigned int permute(unsigned int low, unsigned int h
     return result;
 }
 
-// The bits of `codes` from `low` on that `mask` names, minus `offset`, exactly. They become the last ones of a large
-// power of two, which takes no shift and no conversion.
-__device__ __forceinline__ float number(unsigned int codes, int low, unsigned int mask, float offset) {
-    if (low >= 16) return number(codes >> 16, low - 16, mask, offset);
-    const unsigned int exponent = 23 - low;   // of the power
-    const float power = __uint_as_float(exponent + 127 << 23);
-    return __fsub_rn(__uint_as_float((codes & mask << low) | exponent + 127 << 23), power + offset);
+// The bits of code k that `mask` names, plus `offset`, exactly: as the last bits of a large power of two they are a
+// number without a shift and without a conversion.
+template <int BITS>
+__device__ __forceinline__ float number(unsigned int codes, int k, unsigned int mask, float offset) {
+    const int low = BITS == 8 ? 0 : k * BITS;
+    const unsigned int power = static_cast<unsigned int>(127 + 23 - low) << 23;
+    const unsigned int bits =
+        BITS == 8 ? permute(codes, power, 0x7440u + k) : (codes & mask << low) | power;   // a byte takes a permutation
+    return __fsub_rn(__uint_as_float(bits), __uint_as_float(power) - offset);
 }
 
 // absmax / `level`, the largest level, and the inverse of that; both are zero for a block of zeros.
@@ -97,7 +99,7 @@ struct Uniform {
     static __device__ __forceinline__ Levels levels(unsigned int entry) { return __uint_as_float(entry); }
 
     static __device__ __forceinline__ float value(unsigned int codes, int k, Levels scale) {
-        return __fmul_rn(number(codes, k * BITS, (1u << BITS) - 1, TOP + 1), scale);
+        return __fmul_rn(number<BITS>(codes, k, (1u << BITS) - 1, -TOP - 1), scale);
     }
 };
 
@@ -132,7 +134,7 @@ struct Companded {
 
     // Twice h + h * h / 2 is (h + 1)^2 - 1, which is exact.
     static __device__ __forceinline__ float value(unsigned int codes, int k, Levels half) {
-        const float next = number(codes, k * BITS, 7u, -1.5f);
+        const float next = number<BITS>(codes, k, 7u, 1.5f);
         return with_sign(__fmul_rn(__fmaf_rn(next, next, -1.0f), half), codes, k * BITS + 3);
     }
 };

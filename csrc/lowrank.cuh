@@ -13,6 +13,7 @@ static_assert(PANEL == LANES, "a warp clears a row of a panel");
 constexpr int EACH_ROWS = TILE_ROWS / MAX_WARPS;
 constexpr int EACH_COLS = TILE_COLS / LANES;
 constexpr int ROWS_TOGETHER = 4;             // of a thread, whose old elements are under way at once
+constexpr int FEW_COLUMNS = 4;               // of factors that need no panel
 
 struct Write {
     static constexpr bool READS = false;
@@ -28,6 +29,111 @@ struct Subtract {
     }
 };
 
+// The part of a matrix that a CUDA block has. Each warp has every MAX_WARPS-th of its rows, each lane every LANES-th of
+// its columns: accesses of a warp are contiguous.
+struct Part {
+    long long matrix;
+    long long first_row;
+    long long first_col;
+    int rows;
+    int cols;
+    int warp;
+    int lane;
+
+    __device__ __forceinline__ Part(long long all_rows, long long all_cols)
+        : warp(static_cast<int>(threadIdx.x) / LANES), lane(static_cast<int>(threadIdx.x) % LANES) {
+        const long long down = (all_rows + TILE_ROWS - 1) / TILE_ROWS;
+        const long long across = (all_cols + TILE_COLS - 1) / TILE_COLS;
+        matrix = blockIdx.x / (down * across);
+        first_row = blockIdx.x / across % down * TILE_ROWS;
+        first_col = blockIdx.x % across * TILE_COLS;
+        rows = static_cast<int>(min(all_rows - first_row, static_cast<long long>(TILE_ROWS)));
+        cols = static_cast<int>(min(all_cols - first_col, static_cast<long long>(TILE_COLS)));
+    }
+
+    __device__ __forceinline__ int row(int i) const { return warp + i * MAX_WARPS; }
+
+    __device__ __forceinline__ int col(int j) const { return lane + j * LANES; }
+
+    __device__ __forceinline__ bool holds(int i, int j) const { return row(i) < rows && col(j) < cols; }
+};
+
+// The thread's elements of some rows, the first of them at `lines`.
+struct Elements {
+    float of[ROWS_TOGETHER][EACH_COLS] = {};
+
+    __device__ __forceinline__ Elements() {}
+
+    __device__ __forceinline__ Elements(const Part& part, int begin, const float* lines, long long cols) {
+#pragma unroll
+        for (int i = 0; i < ROWS_TOGETHER; ++i) {
+            const float* line = lines + (begin + i) * MAX_WARPS * cols;
+#pragma unroll
+            for (int j = 0; j < EACH_COLS; ++j) {
+                if (part.holds(begin + i, j)) of[i][j] = line[j * LANES];
+            }
+        }
+    }
+};
+
+// A row of a factor of at most FEW_COLUMNS columns.
+struct FactorRow {
+    float of[FEW_COLUMNS];
+
+    __device__ __forceinline__ FactorRow(const float* at, int columns, bool whole) : of{} {
+        if (whole) {
+            const auto all = *reinterpret_cast<const Vector<float, FEW_COLUMNS>*>(at);
+#pragma unroll
+            for (int k = 0; k < FEW_COLUMNS; ++k) of[k] = all.lane[k];
+            return;
+        }
+#pragma unroll
+        for (int k = 0; k < FEW_COLUMNS; ++k) {
+            if (k < columns) of[k] = at[k];
+        }
+    }
+
+    __device__ __forceinline__ float times(const FactorRow& other, int columns) const {
+        float sum = 0.0f;
+#pragma unroll
+        for (int k = 0; k < FEW_COLUMNS; ++k) {
+            if (k < columns) sum = __fmaf_rn(of[k], other.of[k], sum);
+        }
+        return sum;
+    }
+};
+
+// With so few columns all of a thread's factors fit into its registers: no panel, no barrier, and what is read of the
+// matrices leaves together with the factors.
+template <typename Combine>
+__device__ __forceinline__ void multiply_few(const Part& part, const float* left, const float* right, long long cols,
+                                             int columns, float* lines) {
+    const bool whole =
+        columns == FEW_COLUMNS && misalignment<FEW_COLUMNS>(left) == 0 && misalignment<FEW_COLUMNS>(right) == 0;
+    const auto right_row = [&](int j) {
+        return FactorRow(right + min(part.col(j), part.cols - 1) * columns, columns, whole);
+    };
+    const auto left_row = [&](int i) {
+        return FactorRow(left + min(part.row(i), part.rows - 1) * columns, columns, whole);
+    };
+    static_assert(EACH_COLS == 4 && ROWS_TOGETHER == 4, "of which there are as many in the lists");
+    const FactorRow rights[] = {right_row(0), right_row(1), right_row(2), right_row(3)};
+#pragma unroll 1
+    for (int begin = 0; begin < EACH_ROWS; begin += ROWS_TOGETHER) {
+        const auto old = Combine::READS ? Elements(part, begin, lines, cols) : Elements{};
+        const FactorRow lefts[] = {left_row(begin), left_row(begin + 1), left_row(begin + 2), left_row(begin + 3)};
+#pragma unroll
+        for (int i = 0; i < ROWS_TOGETHER; ++i) {
+            float* line = lines + (begin + i) * MAX_WARPS * cols;
+#pragma unroll
+            for (int j = 0; j < EACH_COLS; ++j) {
+                const float product = lefts[i].times(rights[j], columns);
+                if (part.holds(begin + i, j)) line[j * LANES] = Combine{}(old.of[i][j], product);
+            }
+        }
+    }
+}
+
 // Zero the rows of a panel from `first` on: they do not exist, and are multiplied like the others.
 template <int ROWS>
 __device__ __forceinline__ void clear_from(float (&panel)[ROWS][PANEL + 1], int first) {
@@ -36,37 +142,29 @@ __device__ __forceinline__ void clear_from(float (&panel)[ROWS][PANEL + 1], int 
     }
 }
 
-// Each warp has every MAX_WARPS-th row of the tile, each lane every LANES-th column: accesses of a warp are contiguous.
 template <typename Combine>
 __device__ __forceinline__ void multiply(const float* left, const float* right, long long rows, long long cols,
                                          long long rank, float* matrices) {
     __shared__ float left_panel[TILE_ROWS][PANEL + 1];   // an odd number of elements apart: different banks
     __shared__ float right_panel[TILE_COLS][PANEL + 1];
-    const int lane = static_cast<int>(threadIdx.x) % LANES;
-    const int warp = static_cast<int>(threadIdx.x) / LANES;
-    const long long down = (rows + TILE_ROWS - 1) / TILE_ROWS;
-    const long long across = (cols + TILE_COLS - 1) / TILE_COLS;
-    const long long matrix = blockIdx.x / (down * across);
-    const long long first_row = blockIdx.x / across % down * TILE_ROWS;
-    const long long first_col = blockIdx.x % across * TILE_COLS;
-    const int here_rows = static_cast<int>(min(rows - first_row, static_cast<long long>(TILE_ROWS)));
-    const int here_cols = static_cast<int>(min(cols - first_col, static_cast<long long>(TILE_COLS)));
-    const auto holds = [&](int i, int j) { return warp + i * MAX_WARPS < here_rows && lane + j * LANES < here_cols; };
-    left += (matrix * rows + first_row) * rank;
-    right += (matrix * cols + first_col) * rank;
+    const Part part(rows, cols);
+    left += (part.matrix * rows + part.first_row) * rank;
+    right += (part.matrix * cols + part.first_col) * rank;
+    float* lines = matrices + (part.matrix * rows + part.first_row + part.warp) * cols + part.first_col + part.lane;
     const int stride = static_cast<int>(rank);
-    clear_from(left_panel, here_rows);
-    clear_from(right_panel, here_cols);
+    if (stride <= FEW_COLUMNS) return multiply_few<Combine>(part, left, right, cols, stride, lines);
+    clear_from(left_panel, part.rows);
+    clear_from(right_panel, part.cols);
     float sums[EACH_ROWS][EACH_COLS] = {};
     for (int left_over = stride; left_over > 0; left_over -= PANEL, left += PANEL, right += PANEL) {
         const int width = min(left_over, PANEL);
         __syncthreads();   // the last panels' readers are done
         const Columns columns(width);
         for_each(
-            columns, here_rows, [&](int row, int k) { return left[row * stride + k]; },
+            columns, part.rows, [&](int row, int k) { return left[row * stride + k]; },
             [&](int row, int k, float value) { left_panel[row][k] = value; });
         for_each(
-            columns, here_cols, [&](int row, int k) { return right[row * stride + k]; },
+            columns, part.cols, [&](int row, int k) { return right[row * stride + k]; },
             [&](int row, int k, float value) { right_panel[row][k] = value; });
         __syncthreads();
         for (int k = 0; k < width; ++k) {
@@ -74,31 +172,20 @@ __device__ __forceinline__ void multiply(const float* left, const float* right, 
             for (int i = 0; i < EACH_ROWS; ++i) {
 #pragma unroll
                 for (int j = 0; j < EACH_COLS; ++j) {
-                    sums[i][j] = __fmaf_rn(left_panel[warp + i * MAX_WARPS][k], right_panel[lane + j * LANES][k],
-                                           sums[i][j]);
+                    sums[i][j] = __fmaf_rn(left_panel[part.row(i)][k], right_panel[part.col(j)][k], sums[i][j]);
                 }
             }
         }
     }
-    const Combine combine{};
-    float* lines = matrices + (matrix * rows + first_row + warp) * cols + first_col + lane;
 #pragma unroll
     for (int begin = 0; begin < EACH_ROWS; begin += ROWS_TOGETHER) {
-        float old[ROWS_TOGETHER][EACH_COLS] = {};
-#pragma unroll
-        for (int i = 0; i < ROWS_TOGETHER; ++i) {
-            const float* line = lines + (begin + i) * MAX_WARPS * cols;
-#pragma unroll
-            for (int j = 0; j < EACH_COLS; ++j) {
-                if (Combine::READS && holds(begin + i, j)) old[i][j] = line[j * LANES];
-            }
-        }
+        const auto old = Combine::READS ? Elements(part, begin, lines, cols) : Elements{};
 #pragma unroll
         for (int i = 0; i < ROWS_TOGETHER; ++i) {
             float* line = lines + (begin + i) * MAX_WARPS * cols;
 #pragma unroll
             for (int j = 0; j < EACH_COLS; ++j) {
-                if (holds(begin + i, j)) line[j * LANES] = combine(old[i][j], sums[begin + i][j]);
+                if (part.holds(begin + i, j)) line[j * LANES] = Combine{}(old.of[i][j], sums[begin + i][j]);
             }
         }
     }

@@ -26,7 +26,6 @@ from commopt.kernels.finite import all_finite
 from commopt.kernels.loader import Arguments, Loader
 
 _THREADS = 256
-_DECODE_THREADS = 512
 _TILE_NUMEL = 4096
 _GROUP_TILES = 8  # one for each warp of a CUDA block
 _CANDIDATES_WORDS = 385  # of a tile: 256 values, 256 indices of 16 bits, and how many there are
@@ -213,7 +212,7 @@ def _decode(kernels: Loader, row: SparseRow, payload: Tensor, rows: int, peers: 
         DTYPES[values.dtype],
         values.numel(),
     )
-    kernels.queue(values.device, "sparse_decode", rows * -(-row.chunk_numel // BLOCK), _DECODE_THREADS, arguments)
+    kernels.queue(values.device, "sparse_decode", rows * -(-row.chunk_numel // _TILE_NUMEL), _THREADS, arguments)
 
 
 def _accumulated(values: Tensor, scale: float, row: SparseRow, residual: ErrorFeedback | None) -> Arguments:
