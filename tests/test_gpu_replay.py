@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
-from bench.gpu.exposed import replay
+from bench.replay import replay
 from tests.gpu_training import ON_GPU, kept, on_ranks
 from tests.hook_training import SMALL_BUCKET, Tower, batch_of, seeded
 from tests.ranks import Nodes

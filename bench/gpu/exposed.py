@@ -16,8 +16,6 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -32,13 +30,13 @@ from bench.environment import from_rank_0, run_of, slowest_rank_ms
 from bench.gpu.paced import RATE_VARIABLE
 from bench.gpu.synthetic import SIZES, SyntheticGPT
 from bench.output import print_rows, read_lines, write_results, written_by
+from bench.replay import replay
 from bench.training.report import STOCK, is_ours
 from bench.training.strategies import KNOWN, enter, require_known, split_strategies
 from commopt.command_line import CommandParser, content_of, number, output_file, whole
 from examples.train_gpt import start_process_group
 
 KIND = "exposed"
-REPLAY_VARIABLE = "COMMOPT_REPLAY"
 STRATEGIES = (
     "ddp",
     "torch_bf16",
@@ -85,20 +83,6 @@ class Taken:
     peak_bytes: int | None
     replayed: int
     loss: float
-
-
-@contextmanager
-def replay(wanted: bool) -> Iterator[None]:
-    """Let models that are attached inside replay CUDA graphs or not."""
-    before = os.environ.pop(REPLAY_VARIABLE, None)
-    if not wanted:
-        os.environ[REPLAY_VARIABLE] = "0"
-    try:
-        yield
-    finally:
-        os.environ.pop(REPLAY_VARIABLE, None)
-        if before is not None:
-            os.environ[REPLAY_VARIABLE] = before
 
 
 def measure(strategy: str, options: argparse.Namespace, device: torch.device) -> Taken:
