@@ -354,19 +354,19 @@ def exposed_steps(strategy: str, step_ms: float, loss: float = 4.0, replay: bool
 def test_exposed_time_becomes_a_table_and_targets(place: Place) -> None:
     rows = [
         exposed_steps("ddp", 120.0),
-        exposed_steps("flat", 70.0, replay=True),
-        exposed_steps("flat", 90.0, replay=False),
+        exposed_steps("flat", 80.0, replay=True),
+        exposed_steps("flat", 92.0, replay=False),
     ]
     write_results(place.out / "e.json", LINKS, "strategy", rows)
     found = readers.exposed("e.json", ["ddp", "flat"], ("flat", "ddp", 0.5))(place)
     assert found.why == ""
-    assert found.targets == [Target("flat, a step", "<= 0.5 of that of ddp", pytest.approx(70 / 120), False)]
+    assert found.targets == [Target("flat, a step", "<= 0.5 of that of ddp", 0.625, False)]
     assert found.table is not None
     assert "links of 10 Gbit/s (9.70 measured)" in found.table.title
     assert [row[:5] for row in found.table.rows] == [
-        ["ddp", "", "120.0", "100.0", "1.000"],
-        ["flat", "3 buckets", "70.0", "50.0", "0.500"],
-        ["flat", "off", "90.0", "70.0", "0.700"],
+        ["ddp", "", "128.0", "108.0", "1.000"],
+        ["flat", "3 buckets", "80.0", "60.0", "0.556"],
+        ["flat", "off", "92.0", "72.0", "0.667"],
     ]
     write_results(place.out / "e.json", {**LINKS, "measured_gbps": 40.0}, "strategy", [exposed_steps("ddp", 1, nan)])
     assert readers.exposed("e.json", ["ddp", "flat"])(place).why == (

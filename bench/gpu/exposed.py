@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 import bench.gpu.exposed
+import commopt
 from bench.document import table
 from bench.environment import from_rank_0, run_of, slowest_rank_ms
 from bench.gpu.paced import RATE_VARIABLE
@@ -107,7 +108,10 @@ def measure(strategy: str, options: argparse.Namespace, device: torch.device) ->
         _finish(device)
         step_s.append(time.perf_counter() - begun_s)
     peak = torch.cuda.max_memory_allocated() if on_gpu else None
-    replayed = 0 if state is None else int(state.stats().get("replayed", 0))
+    replayed = 0
+    if state is not None:
+        replayed = int(state.stats().get("replayed", 0))
+        state.close()
     return Taken(slowest_rank_ms(step_s), peak, replayed, float(loss))
 
 
@@ -193,6 +197,7 @@ def main() -> None:
         return
     device = start_process_group()
     is_reporter = dist.get_rank() == 0
+    lasting = commopt.Communicator()  # commopt's process groups go with the last who uses them
     header = describe(options, device)
     taken: list[tuple[str, bool | None, Taken]] = []
     for name, wanted in _runs(options):
@@ -206,6 +211,7 @@ def main() -> None:
             write_results(options.json, {**header, "compute_ms": compute_ms}, "strategy", map(asdict, rows))
     if is_reporter:
         print_rows(title({**header, "compute_ms": median(_computing(taken))}), HEADINGS, rows_of(rows))
+    lasting.close()
     dist.destroy_process_group()
 
 
