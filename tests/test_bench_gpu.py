@@ -353,7 +353,7 @@ def exposed_steps(strategy: str, step_ms: float, loss: float = 4.0, replay: bool
 
 def test_exposed_time_becomes_a_table_and_targets(place: Place) -> None:
     rows = [
-        exposed_steps("ddp", 120.0),
+        exposed_steps("ddp", 128.0),
         exposed_steps("flat", 80.0, replay=True),
         exposed_steps("flat", 92.0, replay=False),
     ]
