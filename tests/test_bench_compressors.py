@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -26,6 +27,7 @@ from bench.compressors.baselines import (
     method_of,
     world_of_one,
 )
+from bench.compressors.lone_hook import AbsentRanks, LoneHook, in_backward
 from bench.compressors.measure import (
     Failure,
     Measurement,
@@ -33,8 +35,10 @@ from bench.compressors.measure import (
     measure,
     write,
 )
-from bench.compressors.methods import RANKS_PER_NODE, Gradients, Method, Start, layouts_of
-from bench.compute_only import LoneRank, SilentTeam
+from bench.compressors.methods import RANKS_PER_NODE, Bucket, Gradients, Method, Start, layouts_of
+from bench.compressors.profiled import Profile, counted
+from bench.compute_only import LoneRank
+from bench.replay import VARIABLE
 from commopt import ConfigurationError
 from commopt.feedback import Layout
 
@@ -158,7 +162,7 @@ def counting(collective: Callable[..., Any], place: int, handed: list[int]) -> C
 
 COLLECTIVES: dict[Any, dict[str, int]] = {
     dist: {"all_reduce": 0, "all_gather": 1},  # what torch's hooks call
-    SilentTeam: {"all_reduce": 1, "all_gather": 2, "all_to_all": 2},
+    AbsentRanks: {"all_reduce": 1, "all_gather": 2, "all_to_all": 2},
 }
 
 
@@ -170,7 +174,7 @@ def test_methods_hand_over_the_bytes_that_are_reported(
     each, own = method_of(name), gradients(device)
     start = each.enter(own)
     take_steps(start, own, max(each.lead_steps, 4))  # what rests is told once, in the first compressed steps
-    of = dist if name in TORCH_HOOKS else SilentTeam
+    of = dist if name in TORCH_HOOKS else AbsentRanks
     for primitive, place in COLLECTIVES[of].items():
         monkeypatch.setattr(of, primitive, counting(getattr(of, primitive), place, handed))
     take_steps(start, own, 2)
@@ -212,23 +216,65 @@ def test_powersgd_leaves_out_as_much_as_torchs(device: torch.device) -> None:
 # -------------------------------------------------------------------------------- a rank by itself
 
 
+PAIR = [Layout.of_parameters([("a", (50, 400))]), Layout.of_parameters([("b", (7_000,)), ("c", (3,))])]
+
+
+def by_lone_rank(aggregator: commopt.Aggregator, own: Gradients) -> Callable[[int], object]:
+    alone = LoneRank(aggregator, own.layouts, ranks_per_node=(1, 1))
+    return lambda number: alone.reduce(number, own.buffers[number])
+
+
+def by_lone_hook(aggregator: commopt.Aggregator, own: Gradients) -> Callable[[int], object]:
+    hook, buckets = LoneHook(aggregator, (1, 1), own.device), [Bucket(own, number) for number in range(len(PAIR))]
+    return lambda number: hook(buckets[number]).wait()
+
+
+@pytest.mark.parametrize("way", [by_lone_rank, by_lone_hook])
 @pytest.mark.parametrize("preset", ["quantized", "quantized:bits=4", "onebit", "dgc:density=0.1"])
-def test_of_two_ranks_the_other_sends_the_same(preset: str) -> None:
+def test_of_two_ranks_the_other_sends_the_same(preset: str, way: Any) -> None:
     """Two ranks with equal gradients: their average is what one has, as far as the encoding goes."""
-    aggregator = commopt.build_preset(preset)
-    layouts = [Layout.of_parameters([("a", (50, 400))]), Layout.of_parameters([("b", (7_000,)), ("c", (3,))])]
-    alone = LoneRank(aggregator, layouts, ranks_per_node=(1, 1))
-    generator = torch.Generator().manual_seed(1)
-    values = [torch.randn(layout.numel, generator=generator) for layout in layouts]
-    sums = [torch.zeros(layout.numel) for layout in layouts]
-    steps = 60
-    for _ in range(steps):
-        for number, gradient in enumerate(values):
-            buffer = gradient.clone()
-            alone.reduce(number, buffer)
-            sums[number] += buffer
-    for total, gradient in zip(sums, values, strict=True):
+    own, steps = Gradients("pair", PAIR, CPU), 60
+    with nullcontext() if dist.is_initialized() else world_of_one(CPU):  # the fixture's may be there
+        reduce = way(commopt.build_preset(preset), own)
+        sums = [torch.zeros(layout.numel) for layout in PAIR]
+        for _ in range(steps):
+            own.renew()
+            for number, buffer in enumerate(own.buffers):
+                reduce(number)
+                sums[number] += buffer
+    for total, gradient in zip(sums, own.values, strict=True):
         assert (total / steps - gradient).norm() < 0.2 * gradient.norm()
+
+
+def test_hooks_are_called_inside_a_backward() -> None:
+    tasks: list[int] = []
+    in_backward(lambda: tasks.append(torch._C._current_graph_task_id()))
+    assert tasks[0] != -1 == torch._C._current_graph_task_id()
+
+
+def test_a_preset_is_measured_with_replay_and_without() -> None:
+    seen: list[str | None] = []
+
+    def enter(own: Gradients) -> Start:
+        seen.append(os.environ.get(VARIABLE))
+        return lambda number: lambda: None
+
+    method = Method("flat", enter, lambda own: 8, replay=True, replayed=lambda: 7)
+    variants = compressors.variants(method, "both")
+    assert [each.label for each in variants] == ["flat", "flat, no replay"]
+    assert [measure(each, gradients(), 1, inf).replay for each in variants] == [True, False]
+    assert seen == [None, None, "0", "0"]
+    assert VARIABLE not in os.environ
+    assert [each.label for each in compressors.variants(method, "off")] == ["flat, no replay"]
+    assert len(compressors.variants(method_of("torch.bf16"), "both")) == 1
+
+
+def test_a_step_is_made_of_launches_and_kernels() -> None:
+    names = {"cuda_runtime": ["cudaLaunchKernel", "cudaEventRecord", "cudaGraphLaunch", "cudaMemcpyAsync"]}
+    names |= {"cuda_driver": ["cuLaunchKernelEx", "cuStreamWaitEvent"], "cpu_op": ["aten::LaunchKernel"]}
+    names |= {"kernel": ["a", "b"], "gpu_memset": ["c"]}
+    events = [{"ph": "X", "cat": kind, "name": name, "dur": 500.0} for kind, of in names.items() for name in of]
+    assert counted([*events, {"ph": "i", "cat": "kernel", "name": "mark"}]) == Profile(4, 1, 3, 1.5)
 
 
 # ----------------------------------------------------------------------------------------- measuring
@@ -246,7 +292,7 @@ def test_a_step_counts_only_after_those_that_do_not() -> None:
         return start
 
     found = measure(Method("idle", enter, lambda own: 8, lead_steps=3), gradients(), steps=4, limit_s=inf)
-    assert taken == [0, 1] * (3 + 2 + 4)
+    assert taken == [0, 1] * (3 + 6 + 4)
     assert (found.steps, found.payload_bytes) == (4, 8)
 
 
@@ -284,6 +330,16 @@ def test_the_file(tmp_path: Path) -> None:
         "| m | `torch.powerSGD:r=4` | 8.0 | 7.0 | 2 | 4.0 | - |",
         "| m | `powersgd` | 2.0 | 1.5 | 2 | 1.0 | 4.0 |",
     ]
+    split = replace(OURS, buckets=3, device_ms=0.5, profile=Profile(40, 9, 50, 0.4), replay=True, replayed=30)
+    write(
+        file, {"device": "x"}, [replace(THEIRS, profile=Profile(7, 0, 7, 1.0)), split, replace(split, replay=False)], []
+    )
+    assert markdown(file).splitlines()[2:] == [
+        "| m | `torch.powerSGD:r=4` | 8.0 | 7.0 | 7000 | - | 7 |  | 2 | 4.0 | - |",
+        "| m | `powersgd` | 2.0 | 1.5 | 500 | 0.50 | 40 | 30 | 2 | 1.0 | 4.0 |",
+        "| m | `powersgd`, no replay | 2.0 | 1.5 | 500 | 0.50 | 40 |  | 2 | 1.0 | 4.0 |",
+    ]
+    assert [json.loads(line).get("target") for line in file.read_text().splitlines()[1:]] == [None, 4.0, None]
     write(file, {"device": "x"}, [replace(THEIRS, device="cpu", peak_bytes=None)], [])
     assert markdown(file).splitlines()[2:] == ["| m | `torch.powerSGD:r=4` | 8.0 | 4.0 | - |"]
 

@@ -10,8 +10,11 @@ import re
 import socket
 import subprocess
 import sys
+import tarfile
 from collections import Counter
+from dataclasses import asdict, replace
 from importlib.util import find_spec
+from math import nan
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,14 +35,16 @@ from bench.gpu import build, every_kernel, machine, report, runner
 from bench.gpu import parse_results as readers
 from bench.gpu import report as record
 from bench.gpu import steps as step_choices
+from bench.gpu.exposed import Exposed
 from bench.gpu.parse_results import Parsed
-from bench.gpu.report import FILE, Counted, Outcome, Target
+from bench.gpu.report import FILE, Counted, Outcome, Table, Target
 from bench.gpu.runner import Place
-from bench.gpu.session import Step, session, take
+from bench.gpu.session import ARCHIVE, Step, groups, session, take
 from bench.gpu.steps import KERNEL_NAMES, PRESETS, steps
 from bench.kernels.case import Verdict
 from bench.kernels.measure import Measurement as Timed
 from bench.kernels.measure import Missing, ResultFile
+from bench.output import write_results
 from bench.training.report import Environment, Look, write
 from bench.training.report import Outcome as Trained
 from commopt.kernels import sources
@@ -211,6 +216,35 @@ def test_what_other_steps_came_to_stays_in_the_file(place: Place) -> None:
     ]
 
 
+def test_steps_of_a_group_are_taken_at_the_same_time(place: Place) -> None:
+    wait = (
+        "import pathlib, time\npathlib.Path({mine!r}).touch()\n"
+        "while not pathlib.Path({other!r}).exists(): time.sleep(0.01)"
+    )
+    a, b = (str(place.out / f"{name}-is-there") for name in "ab")
+    chosen = [
+        step("a", wait.format(mine=a, other=b), group="one"),
+        step("b", wait.format(mine=b, other=a), group="one"),
+        step("c", "", group="another"),
+        step("d", ""),
+        step("e", ""),
+    ]
+    assert [[each.name for each in group] for group in groups(chosen)] == [["a", "b"], ["c"], ["d"], ["e"]]
+    outcomes = session(chosen[:3], place, None, {}, ["b", "c", "a"])
+    assert [(each.name, each.verdict) for each in outcomes] == [(name, "passed") for name in "abc"]
+    assert [each.name for each in record.read(place.out / FILE)[1]] == ["b", "c", "a"]
+
+
+def test_one_archive_has_all_results(place: Place) -> None:
+    chosen = [Step("a", "", (*python("import sys; open(sys.argv[1], 'w').write('new')"), "{out}/a.json"), 60)]
+    session([*chosen, step("b", "print('words')")], place, None, {}, ["a", "b"])
+    with tarfile.open(place.out / ARCHIVE) as archive:
+        assert sorted(archive.getnames()) == ["a.json", "a.log", "b.log", FILE]
+        words = archive.extractfile("b.log")
+        assert words is not None
+        assert words.read() == b"words\n"
+
+
 @pytest.mark.parametrize("text", ["", "{}\n", '{"record": "environment", "kind": "kernels"}\n', "no JSON\n"])
 def test_a_file_of_another_program_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / FILE).write_text(text)
@@ -229,6 +263,8 @@ def test_what_is_known_stays_when_it_is_told_to_end(monkeypatch: pytest.MonkeyPa
     with pytest.raises(SystemExit):
         run_main(monkeypatch, "--out", str(tmp_path))
     assert [outcome.name for outcome in record.read(tmp_path / FILE)[1]] == ["a"]
+    with tarfile.open(tmp_path / ARCHIVE) as archive:
+        assert "b.log" in archive.getnames()
     assert [(tmp_path / f"{name}.log").read_text().splitlines()[0] for name in "ab"] == ["whole", "begun"]
     assert not alive(int(pid.read_text()))
 
@@ -298,6 +334,55 @@ def test_a_training_that_did_not_come_to_all_strategies_says_which(place: Place)
     assert PRESETS[0] in by_name["training"].read(place).why.split(" of ")[1].split(", ")
 
 
+LINKS = {
+    "kind": "exposed",
+    "model": "gpt2",
+    "parallel": "ddp",
+    "nodes": 2,
+    "ranks_per_node": 1,
+    "device": "H0",
+    "paced_gbps": 10.0,
+    "measured_gbps": 9.7,
+    "compute_ms": 20.0,
+}
+
+
+def exposed_steps(strategy: str, step_ms: float, loss: float = 4.0, replay: bool | None = None) -> dict[str, Any]:
+    return asdict(Exposed(strategy, replay, 8, step_ms, step_ms - 20, 2**30, 3 if replay else 0, loss))
+
+
+def test_exposed_time_becomes_a_table_and_targets(place: Place) -> None:
+    rows = [
+        exposed_steps("ddp", 128.0),
+        exposed_steps("flat", 80.0, replay=True),
+        exposed_steps("flat", 92.0, replay=False),
+    ]
+    write_results(place.out / "e.json", LINKS, "strategy", rows)
+    found = readers.exposed("e.json", ["ddp", "flat"], ("flat", "ddp", 0.5))(place)
+    assert found.why == ""
+    assert found.targets == [Target("flat, a step", "<= 0.5 of that of ddp", 0.625, False)]
+    assert found.table is not None
+    assert "links of 10 Gbit/s (9.70 measured)" in found.table.title
+    assert [row[:5] for row in found.table.rows] == [
+        ["ddp", "", "128.0", "108.0", "1.000"],
+        ["flat", "3 buckets", "80.0", "60.0", "0.556"],
+        ["flat", "off", "92.0", "72.0", "0.667"],
+    ]
+    write_results(place.out / "e.json", {**LINKS, "measured_gbps": 40.0}, "strategy", [exposed_steps("ddp", 1, nan)])
+    assert readers.exposed("e.json", ["ddp", "flat"])(place).why == (
+        "no steps are known of flat; the loss is not finite with ddp; the links let through 40.00 Gbit/s, not 10"
+    )
+
+
+def test_seconds_to_the_loss_of_another(place: Place) -> None:
+    write(place.out / "t.json", TRAINED_ON, [trained("torch_bf16", 5.0, 4.0), trained("onebit", 4.5, 3.5)])
+    found = readers.to_loss_of("torch_bf16", "t.json", ["torch_bf16", "onebit"])(place)
+    assert found.facts["seconds_to_loss"] == {"torch_bf16": 2.0, "onebit": 1.5}
+    assert found.table is not None
+    assert [row[2] for row in found.table.rows] == ["2.00", "1.50"]
+    assert readers.to_loss_of("torch_fp16", "t.json", ["onebit"])(place).why == "no loss is known of torch_fp16"
+
+
 def test_what_is_asked_of_kernels(place: Place) -> None:
     file = ResultFile(place.out / "kernels.json", {})
     verdict = Verdict("of copy", ">=", 0.85, 0.9, True)
@@ -328,6 +413,10 @@ def test_what_is_asked_of_presets(place: Place) -> None:
     failed = [Failure("gpt2-medium", "torch.fp16", "no")]
     write_compressors(place.out / "compressors.json", {}, steps_taken, failed)
     wanted = Target(f"{preset} on gpt2-medium", f">= 4 times as fast as {beside.hook}", 3.0, False)
+    assert readers.compressors(place) == Parsed(targets=[wanted])
+    replayed = Measured("gpt2-medium", "flat", median_ms=2.0, buckets=8, replay=True, **times)  # type: ignore[arg-type]
+    write_compressors(place.out / "compressors.json", {}, [replayed, replace(replayed, replay=False)], failed)
+    wanted = Target("flat on gpt2-medium", "<= 60 us of the host a bucket", 125.0, False)
     assert readers.compressors(place) == Parsed(targets=[wanted])
     failed += [Failure("gpt2-medium", "onebit", "too slow")]
     write_compressors(place.out / "compressors.json", {}, steps_taken, failed)
@@ -513,7 +602,7 @@ def test_steps_are_listed_and_chosen(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["overlap", "kernels"]
     with pytest.raises(SystemExit):
         run_main(monkeypatch, "--only", "kernels,speed")
-    assert "there is no step 'speed'; known: machine, build, " in capsys.readouterr().err
+    assert "there is no step 'speed'; known: build, machine, " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("code", "status"), [("", 0), ("exit(1)", 1)])
@@ -546,6 +635,7 @@ OUTCOMES = [
         ],
     ),
     Outcome("network", "c", "2030", 0.0, "skipped", "no ip and no tc\non PATH"),
+    Outcome("exposed", "c", "2030", 9.0, "passed", table=Table("Of links", ["strategy", "ms"], [["flat", "7"]])),
 ]
 
 
@@ -560,6 +650,7 @@ def test_the_document_gets_the_tables(
     assert text.count("| kernels: select \\| 1 % | <= 1.4 times a copy | 1.51 | missed |") == 1
     assert text.count("| network | skipped | 0 |  |  |  |  |  | no ip and no tc on PATH |") == 1
     assert text.count("- `a::b`") == 1
+    assert text.endswith("Of links:\n\n| strategy | ms |\n| --- | --- |\n| `flat` | 7 |\n")
     monkeypatch.setattr(sys, "argv", ["report", str(tmp_path / FILE)])
     assert report.main() == 0
     assert "missed" in capsys.readouterr().out

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
-from bench.gpu.exposed import replay
+from bench.replay import replay
 from tests.gpu_training import ON_GPU, kept, on_ranks
 from tests.hook_training import SMALL_BUCKET, Tower, batch_of, seeded
 from tests.ranks import Nodes
@@ -42,8 +42,8 @@ def train(rank: int, device: str, strategy: str, model: str, micros: int) -> Tra
         wrapped = TorchDDP(module, **SMALL_BUCKET)
     else:
         mesh = init_device_mesh(device, (2, 2), mesh_dim_names=("replicate", "shard"))
-        for part in (*module.layers, module):  # type: ignore[misc]  # a Tower's
-            fully_shard(part, mesh=mesh)
+        fully_shard(module.get_submodule("layers.0"), mesh=mesh)
+        fully_shard(module, mesh=mesh)
     state = commopt.attach(wrapped, strategy, timeout=60)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01, momentum=0.9)
     inputs = [batch_of(rank, 0, micro)[0].to(device) for micro in range(micros)]  # is learned by heart

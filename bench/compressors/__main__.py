@@ -15,7 +15,7 @@ import torch
 import bench.compressors
 from bench.compressors.baselines import METHODS, empty_all_reduce_us, in_rounds, method_of, world_of_one
 from bench.compressors.measure import Failure, Measurement, TooSlowError, markdown, measure, print_table, write
-from bench.compressors.methods import RANKS_PER_NODE, Gradients, Method, layouts_of
+from bench.compressors.methods import RANKS_PER_NODE, Gradients, Method, layouts_of, without_replay
 from bench.environment import machine
 from commopt import ConfigurationError
 from commopt.command_line import CommandParser, content_of, number, output_file, whole
@@ -35,6 +35,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--strategies", default=names, metavar="NAMES", help=f"presets and torch's hooks: {names}")
     parser.add_argument("--steps", type=whole(1), default=10, help="that count (default 10)")
     parser.add_argument("--seconds", type=number(), default=4.0, help="for one strategy on one model (default 4)")
+    both = "whether presets replay CUDA graphs (default: on a GPU both)"
+    parser.add_argument("--replay", choices=("on", "off", "both"), help=both)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
         "--json", type=output_file, metavar="FILE", help="write JSON lines: the environment, then steps"
@@ -45,10 +47,20 @@ def parse_options() -> argparse.Namespace:
     options = parser.parse_args()
     try:
         options.layouts = {name: layouts_of(name) for name in options.models.split(",")}
-        options.methods = [method_of(name) for name in options.strategies.split(",")]
+        methods = [method_of(name) for name in options.strategies.split(",")]
     except ConfigurationError as error:
         parser.error(str(error))
+    replay = options.replay or ("both" if options.device == "cuda" else "on")
+    options.methods = [variant for method in methods for variant in variants(method, replay)]
     return options
+
+
+def variants(method: Method, replay: str) -> list[Method]:
+    """Return a method as it is, without replay of CUDA graphs, or in both ways; torch's hooks once."""
+    if method.replay is None:
+        return [method]
+    found = {"on": [method], "off": [without_replay(method)]}
+    return found.get(replay) or [*found["on"], *found["off"]]
 
 
 def measure_model(
@@ -56,14 +68,14 @@ def measure_model(
 ) -> Iterator[Measurement | Failure]:
     """Yield what each method takes on one model; one that cannot run says why, and the others follow."""
     for each in methods:
-        print(f"{gradients.model}: {each.name}", file=sys.stderr, flush=True)
+        print(f"{gradients.model}: {each.label}", file=sys.stderr, flush=True)
         try:
             yield measure(each, gradients, steps, limit_s)
         except TooSlowError as error:
-            yield Failure(gradients.model, each.name, f"{error}; give it more than --seconds {limit_s:g}")
+            yield Failure(gradients.model, each.label, f"{error}; give it more than --seconds {limit_s:g}")
         except Exception as error:  # whatever it is
             what = next(iter(str(error).splitlines()), "").rpartition(_IN_A_CALLBACK)[2]  # a stack of calls follows
-            yield Failure(gradients.model, each.name, f"{type(error).__name__}: {what}")
+            yield Failure(gradients.model, each.label, f"{type(error).__name__}: {what}")
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
 
-from bench.compressors.methods import Gradients, Method, Start, preset
+from bench.compressors.methods import Bucket, Gradients, Method, Start, preset
 from bench.timing import times_s
 from commopt import ConfigurationError
 from commopt.feedback import Layout
@@ -50,34 +50,6 @@ def empty_all_reduce_us(device: torch.device) -> float:
 
     (taken_s,) = times_s([call], _EMPTY_CALLS)
     return 1e6 * median(taken_s)
-
-
-class Bucket:
-    """What hooks use of DDP's GradBucket, which Python cannot make."""
-
-    def __init__(self, gradients: Gradients, number: int) -> None:
-        self._buffer = gradients.buffers[number]
-        self._number = number
-        self._last = number + 1 == len(gradients.buffers)
-        layout = gradients.layouts[number]
-        parts = self._buffer.split([piece.numel for piece in layout.pieces])
-        self._gradients = [part.view(piece.shape) for part, piece in zip(parts, layout.pieces, strict=True)]
-
-    def index(self) -> int:
-        """Number of the bucket."""
-        return self._number
-
-    def buffer(self) -> Tensor:
-        """All gradients, flat."""
-        return self._buffer
-
-    def gradients(self) -> list[Tensor]:
-        """Views of the buffer, in the shapes of the parameters."""
-        return self._gradients
-
-    def is_last(self) -> bool:
-        """Whether it is the last of a step."""
-        return self._last
 
 
 def _entering(hook: Hook, state: Callable[[], object]) -> Callable[[Gradients], Start]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from math import inf
 from pathlib import Path
@@ -16,14 +16,18 @@ from typing import Any
 import torch
 
 from bench.compressors.baselines import METHODS
+from bench.compressors.lone_hook import in_backward
 from bench.compressors.methods import Gradients, Method, Start
+from bench.compressors.profiled import Profile, profile_of
 from bench.document import table
 from bench.output import print_rows, write_lines, written_by
 from commopt.display import significant
 from commopt.feedback import Layout
 
-_WARM_UP_STEPS = 2
+_WARM_UP_STEPS = 6  # buckets are captured in the third step that is like the others, and some are not
 _REHEARSAL = (Layout.of_parameters([("weight", (512, 512)), ("bias", (512,))]),)
+_CYCLES_PER_S = 2e9  # of a GPU that waits: at least as many as it makes
+_HOLD_FACTOR = 1.5  # of the host's time
 
 
 class TooSlowError(Exception):
@@ -34,9 +38,12 @@ class TooSlowError(Exception):
 class Measurement:
     """Of one method on one model.
 
-    host_ms: until the last kernel of a step was launched, median; on a CPU all of the step. copy_ms: what a copy of all
-    gradients took before each step, median. peak_bytes: allocated at
-    most beyond the gradients, residuals and all that is kept included; None on a CPU, which does not count it.
+    median_ms, best_ms: by the device's clock, from an idle device on. host_ms: until the last kernel of a step was
+    launched, median; on a CPU all of the step. copy_ms: what a copy of all gradients took before each step, median.
+    peak_bytes: allocated at most beyond the gradients, residuals and all that is kept included; None on a CPU, which
+    does not count it.
+    device_ms: by the device's clock where it finds all of a step in its queue; None where the host waits for it, and on
+    a CPU. profile: None on a CPU. replay, replayed: as of Method.
     """
 
     model: str
@@ -49,6 +56,16 @@ class Measurement:
     copy_ms: float
     peak_bytes: int | None
     payload_bytes: float
+    buckets: int = 1
+    device_ms: float | None = None
+    profile: Profile | None = None
+    replay: bool | None = None
+    replayed: int = 0
+
+    @property
+    def host_us_per_bucket(self) -> float:
+        """Microseconds of the host that a bucket takes."""
+        return 1000 * self.host_ms / self.buckets
 
 
 def measure(method: Method, gradients: Gradients, steps: int, limit_s: float) -> Measurement:
@@ -66,6 +83,7 @@ def measure(method: Method, gradients: Gradients, steps: int, limit_s: float) ->
         found.append(_step_ms(start, gradients))
     taken_ms, host_ms, copy_ms = zip(*found, strict=True)
     peak = None if allocated is None else torch.cuda.max_memory_allocated(device) - allocated
+    on_gpu = device.type == "cuda"
     return Measurement(
         model=gradients.model,
         method=method.name,
@@ -77,6 +95,11 @@ def measure(method: Method, gradients: Gradients, steps: int, limit_s: float) ->
         copy_ms=median(copy_ms),
         peak_bytes=peak,
         payload_bytes=method.payload_nbytes(gradients),
+        buckets=len(gradients.buffers),
+        device_ms=_queued_ms(start, gradients, median(host_ms)) if on_gpu else None,
+        profile=_profiled(start, gradients) if on_gpu else None,
+        replay=method.replay,
+        replayed=method.replayed(),
     )
 
 
@@ -86,11 +109,19 @@ def _warm_up(method: Method, gradients: Gradients, deadline_s: float) -> Start:
     for step in range(method.lead_steps + _WARM_UP_STEPS):
         gradients.renew()
         for number in range(count):
-            start(number)()
+            _average(start, [number])
             _finish(gradients.device)
             if perf_counter() > deadline_s:
                 raise TooSlowError(f"no time left after bucket {number + 1} of {count} of step {step + 1}")
     return start
+
+
+def _average(start: Start, numbers: Sequence[int]) -> None:
+    """Average some buckets as DDP does: begun inside a backward, and waited for at its end."""
+    waits: list[Callable[[], object]] = []
+    in_backward(lambda: waits.extend(start(number) for number in numbers))
+    for wait in waits:
+        wait()
 
 
 def _step_ms(start: Start, gradients: Gradients) -> tuple[float, float, float]:
@@ -101,7 +132,7 @@ def _step_ms(start: Start, gradients: Gradients) -> tuple[float, float, float]:
         gradients.renew()
         begun_s = perf_counter()
         for number in numbers:
-            start(number)()  # not all at once: hooks wait in gloo's threads, of which there are two
+            _average(start, [number])  # not all at once: hooks wait in gloo's threads, of which there are two
         taken_ms = 1000 * (perf_counter() - begun_s)
         return taken_ms, taken_ms, 1000 * (begun_s - before_s)
     before, copied, begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(4))
@@ -111,12 +142,36 @@ def _step_ms(start: Start, gradients: Gradients) -> tuple[float, float, float]:
     _finish(gradients.device)
     begun_s = perf_counter()
     begin.record()
-    for wait in [start(number) for number in numbers]:
-        wait()
+    _average(start, numbers)
     end.record()
     host_ms = 1000 * (perf_counter() - begun_s)
     end.synchronize()
     return float(begin.elapsed_time(end)), host_ms, float(before.elapsed_time(copied))
+
+
+def _queued_ms(start: Start, gradients: Gradients, host_ms: float) -> float | None:
+    """Return what a step takes the device once the host has queued all of it; None where the host waits for it."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    gradients.renew()
+    _finish(gradients.device)
+    torch.cuda._sleep(int(_HOLD_FACTOR * host_ms * _CYCLES_PER_S / 1000))
+    begin.record()
+    _average(start, range(len(gradients.buffers)))
+    queued = not begin.query()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) if queued else None
+
+
+def _profiled(start: Start, gradients: Gradients) -> Profile:
+    gradients.renew()
+    _finish(gradients.device)
+
+    def step() -> None:
+        _average(start, range(len(gradients.buffers)))
+        _finish(gradients.device)
+
+    return profile_of(step)
 
 
 def _finish(device: torch.device) -> None:
@@ -169,7 +224,7 @@ def compare(found: Measurement, among: Sequence[Measurement]) -> Comparison | No
     if not theirs:
         return None
     times_as_fast = theirs[0].median_ms / found.median_ms
-    target = beside.target if found.device == "cuda" else None
+    target = beside.target if found.device == "cuda" and found.replay is not False else None
     return Comparison(beside.hook, times_as_fast, target, None if target is None else times_as_fast >= target)
 
 
@@ -189,31 +244,51 @@ def markdown(path: Path) -> str:
         _, *rows = (json.loads(line) for line in path.read_text().splitlines())
         steps = [row for row in rows if row["record"] == "step"]
         on_gpu = any(row["device"] == "cuda" for row in steps)
+        split = any(row.get("profile") for row in steps)  # else the file is of before steps were split
         lines = [
             [
                 row["model"],
-                f"`{row['method']}`",
+                f"`{row['method']}`{', no replay' if row.get('replay') is False else ''}",
                 significant(row["median_ms"], 2),
-                *([significant(row["host_ms"], 2), f"{row['peak_bytes'] / _MIB:.0f}"] if on_gpu else []),
+                *([significant(row["host_ms"], 2)] if on_gpu else []),
+                *(_split(row) if split else []),
+                *([f"{row['peak_bytes'] / _MIB:.0f}"] if on_gpu else []),
                 f"{row['median_ms'] / row['copy_ms']:.1f}",
                 f"{row['times_as_fast']:.1f}" if "times_as_fast" in row else "-",
             ]
             for row in steps
         ]
-    more = ["host ms", "peak MiB"] if on_gpu else []
+    more = [*(["host ms"] if on_gpu else []), *(_SPLIT if split else []), *(["peak MiB"] if on_gpu else [])]
     return table(["model", "method", "ms", *more, "copies", "times as fast as torch's hook"], lines)
+
+
+_SPLIT = ["host us a bucket", "device ms", "launches", "replayed"]
+
+
+def _split(row: dict[str, Any]) -> list[str]:
+    device_ms, profile = row["device_ms"], row["profile"]
+    return [
+        f"{1000 * row['host_ms'] / row['buckets']:.0f}",
+        "-" if device_ms is None else significant(device_ms, 2),
+        "-" if profile is None else str(profile["launches"]),
+        str(row["replayed"]) if row["replay"] else "",
+    ]
 
 
 def print_table(title: str, found: Sequence[Measurement], failed: Sequence[Failure]) -> None:
     """Print a row for each measurement of a model, and under them what could not be measured."""
-    headings = ["method", "ms", "copies", "best ms", "host ms", "peak MiB", "payload MiB", "times as fast as"]
+    headings = ["method", "ms", "copies", "best ms", "host ms", "us /bucket", "device ms", "launches"]
+    headings += ["peak MiB", "payload MiB", "times as fast as"]
     rows = [
         [
-            each.method,
+            f"{each.method}, no replay" if each.replay is False else each.method,
             f"{each.median_ms:.2f}",
             f"{each.median_ms / each.copy_ms:.1f}",
             f"{each.best_ms:.2f}",
             f"{each.host_ms:.2f}",
+            f"{each.host_us_per_bucket:.0f}",
+            "-" if each.device_ms is None else f"{each.device_ms:.2f}",
+            "-" if each.profile is None else str(each.profile.launches),
             "-" if each.peak_bytes is None else f"{each.peak_bytes / _MIB:.0f}",
             f"{each.payload_bytes / _MIB:.2f}",
             str(compare(each, found) or ""),

@@ -4,15 +4,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
+from weakref import ref
 
 import torch
+from torch import Tensor
 
-from bench.compute_only import LoneRank
+from bench.compressors.lone_hook import LoneHook
+from bench.replay import replay
 from commopt import Aggregator, build_preset
 from commopt.aggregate import Buffer, Call
 from commopt.feedback import Layout
+from commopt.groups import TeamShape
 from commopt.simulate import ddp_buckets, gpu, model, of_model
 
 Start: TypeAlias = Callable[[int], Callable[[], object]]
@@ -25,12 +29,21 @@ class Method:
 
     payload_nbytes: bytes per step that it hands to collectives between nodes, the mean of two steps.
     lead_steps: how many steps it sends dense before it compresses.
+    replay: whether it may replay CUDA graphs; None for what never does.
+    replayed: how many buckets of the steps entered last were replayed.
     """
 
     name: str
     enter: Callable[[Gradients], Start]
     payload_nbytes: Callable[[Gradients], float]
     lead_steps: int = 0
+    replay: bool | None = None
+    replayed: Callable[[], int] = lambda: 0
+
+    @property
+    def label(self) -> str:
+        """The name, and what else tells it from others."""
+        return f"{self.name}, no replay" if self.replay is False else self.name
 
 
 def layouts_of(name: str) -> tuple[Layout, ...]:
@@ -66,31 +79,78 @@ class Gradients:
             buffer.copy_(values)
 
 
+class Bucket:
+    """What hooks use of DDP's GradBucket, which Python cannot make."""
+
+    def __init__(self, gradients: Gradients, number: int) -> None:
+        self._buffer = gradients.buffers[number]
+        self._number = number
+        self._last = number + 1 == len(gradients.buffers)
+        layout = gradients.layouts[number]
+        parts = self._buffer.split([piece.numel for piece in layout.pieces])
+        self._gradients = [part.view(piece.shape) for part, piece in zip(parts, layout.pieces, strict=True)]
+        self._parameters = [torch.empty(piece.shape, device="meta") for piece in layout.pieces]  # nobody reads them
+
+    def index(self) -> int:
+        """Number of the bucket."""
+        return self._number
+
+    def buffer(self) -> Tensor:
+        """All gradients, flat."""
+        return self._buffer
+
+    def gradients(self) -> list[Tensor]:
+        """Views of the buffer, in the shapes of the parameters."""
+        return self._gradients
+
+    def parameters(self) -> list[Tensor]:
+        """What the gradients are of."""
+        return self._parameters
+
+    def is_last(self) -> bool:
+        """Whether it is the last of a step."""
+        return self._last
+
+
 RANKS_PER_NODE = (2, 2)
 
 
 def preset(text: str) -> Method:
-    """Return the method that "name" or "name:option=value" describes; raises ConfigurationError as build_preset."""
+    """Return the method that "name" or "name:option=value" describes; raises ConfigurationError as build_preset.
+
+    It goes the way of training: DDP's hook, its message and the lane.
+    """
     aggregator = build_preset(text)
+    latest: list[ref[LoneHook]] = []  # weak: what it keeps is not to be there when another method is measured
 
     def enter(gradients: Gradients) -> Start:
-        rank = LoneRank(aggregator, gradients.layouts, RANKS_PER_NODE, device=gradients.device)
+        hook = LoneHook(aggregator, RANKS_PER_NODE, gradients.device)
+        latest[:] = [ref(hook)]
+        buckets = [Bucket(gradients, number) for number in range(len(gradients.buffers))]
+        return lambda number: hook(buckets[number]).wait
 
-        def start(number: int) -> Callable[[], None]:
-            rank.reduce(number, gradients.buffers[number])
-            return _nothing_to_wait_for
+    def replayed() -> int:
+        hook = latest[0]() if latest else None
+        return 0 if hook is None else hook.replayed
 
-        return start
+    return Method(
+        text, enter, lambda gradients: _payload_nbytes(aggregator, gradients), aggregator.start_step, True, replayed
+    )
 
-    return Method(text, enter, lambda gradients: _payload_nbytes(aggregator, gradients))
 
+def without_replay(method: Method) -> Method:
+    """Return the same one, which launches every kernel by itself."""
 
-def _nothing_to_wait_for() -> None:
-    """The next step's work follows on the same stream."""
+    def enter(gradients: Gradients) -> Start:
+        with replay(False):
+            return method.enter(gradients)
+
+    return replace(method, enter=enter, replay=False)
 
 
 def _payload_nbytes(aggregator: Aggregator, gradients: Gradients) -> float:
-    team = LoneRank(aggregator, gradients.layouts, RANKS_PER_NODE, device=gradients.device).team
+    backend = "nccl" if gradients.device.type == "cuda" else "gloo"
+    team = TeamShape.of(RANKS_PER_NODE, 0, {gradients.device.type: backend})
     first = aggregator.start_step
     return sum(
         each.nbytes

@@ -16,8 +16,6 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -27,18 +25,19 @@ import torch
 import torch.distributed as dist
 
 import bench.gpu.exposed
+import commopt
 from bench.document import table
 from bench.environment import from_rank_0, run_of, slowest_rank_ms
 from bench.gpu.paced import RATE_VARIABLE
 from bench.gpu.synthetic import SIZES, SyntheticGPT
 from bench.output import print_rows, read_lines, write_results, written_by
+from bench.replay import replay
 from bench.training.report import STOCK, is_ours
 from bench.training.strategies import KNOWN, enter, require_known, split_strategies
 from commopt.command_line import CommandParser, content_of, number, output_file, whole
 from examples.train_gpt import start_process_group
 
 KIND = "exposed"
-REPLAY_VARIABLE = "COMMOPT_REPLAY"
 STRATEGIES = (
     "ddp",
     "torch_bf16",
@@ -87,20 +86,6 @@ class Taken:
     loss: float
 
 
-@contextmanager
-def replay(wanted: bool) -> Iterator[None]:
-    """Let models that are attached inside replay CUDA graphs or not."""
-    before = os.environ.pop(REPLAY_VARIABLE, None)
-    if not wanted:
-        os.environ[REPLAY_VARIABLE] = "0"
-    try:
-        yield
-    finally:
-        os.environ.pop(REPLAY_VARIABLE, None)
-        if before is not None:
-            os.environ[REPLAY_VARIABLE] = before
-
-
 def measure(strategy: str, options: argparse.Namespace, device: torch.device) -> Taken:
     """Train a fresh model and time its steps. Collective."""
     on_gpu = device.type == "cuda"
@@ -123,7 +108,10 @@ def measure(strategy: str, options: argparse.Namespace, device: torch.device) ->
         _finish(device)
         step_s.append(time.perf_counter() - begun_s)
     peak = torch.cuda.max_memory_allocated() if on_gpu else None
-    replayed = 0 if state is None else int(state.stats().get("replayed", 0))
+    replayed = 0
+    if state is not None:
+        replayed = int(state.stats().get("replayed", 0))
+        state.close()
     return Taken(slowest_rank_ms(step_s), peak, replayed, float(loss))
 
 
@@ -209,6 +197,7 @@ def main() -> None:
         return
     device = start_process_group()
     is_reporter = dist.get_rank() == 0
+    lasting = commopt.Communicator()  # commopt's process groups go with the last who uses them
     header = describe(options, device)
     taken: list[tuple[str, bool | None, Taken]] = []
     for name, wanted in _runs(options):
@@ -222,6 +211,7 @@ def main() -> None:
             write_results(options.json, {**header, "compute_ms": compute_ms}, "strategy", map(asdict, rows))
     if is_reporter:
         print_rows(title({**header, "compute_ms": median(_computing(taken))}), HEADINGS, rows_of(rows))
+    lasting.close()
     dist.destroy_process_group()
 
 

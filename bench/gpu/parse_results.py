@@ -149,10 +149,32 @@ def kernels(place: Place) -> Parsed:
     return Parsed(targets=targets, why="; ".join(f"{each['name']} {each['variant']}: {each['why']}" for each in failed))
 
 
+# Microseconds of the host that a bucket may take where its kernels are replayed.
+_HOST_US = {"flat": 60, "powersgd": 200, **dict.fromkeys(("quantized", "quantized:bits=4", "onebit", "dgc"), 130)}
+_STEP_MS = {("gpt2-medium", "quantized"): 6, ("gpt2-medium", "onebit"): 6}
+_STEP_MS |= {("gpt2-medium", "powersgd"): 12, ("resnet50", "powersgd"): 4}
+
+
+def _limits(record: dict[str, Any]) -> list[Target]:
+    """Return what is asked of a preset's step by itself."""
+    if not record.get("replay"):
+        return []
+    model, method = record["model"], record["method"]
+    found = []
+    if method in _HOST_US:
+        taken, limit = 1000 * record["host_ms"] / record["buckets"], _HOST_US[method]
+        found.append(Target(f"{method} on {model}", f"<= {limit} us of the host a bucket", taken, taken <= limit))
+    if (model, method) in _STEP_MS:
+        taken, limit = record["median_ms"], _STEP_MS[model, method]
+        found.append(Target(f"{method} on {model}", f"<= {limit} ms a step", taken, taken <= limit))
+    return found
+
+
 def compressors(place: Place) -> Parsed:
     """Read the targets of presets; one that could not be measured is a failure, but not one of torch's."""
     file = place.out / "compressors.json"
-    targets = [
+    targets = [target for record in _records(file, "step") for target in _limits(record)]
+    targets += [
         Target(
             f"{record['method']} on {record['model']}",
             f">= {record['target']:g} times as fast as {record['beside']}",

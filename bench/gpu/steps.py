@@ -48,7 +48,9 @@ SANITIZER_TOOLS = {
 }
 _ALL_KERNELS = ("initcheck",)  # who else has written memory counts too
 TO_A_LOSS = ("torch_bf16", "torch_powersgd", *exposed_times.STRATEGIES[6:])
-_SHORTER = ("gpt2-medium", "resnet50")  # models with the most, and with the fewest buckets
+_METHODS = "torch.allreduce,flat,torch.bf16,hierarchical_bf16,quantized,quantized:bits=4,quantized:bits=2,onebit,dgc,"
+_METHODS += "torch.powerSGD:r=4,powersgd,hierarchical_quantized:bits=4,hierarchical_powersgd"
+_CHOSEN = ("--models", "gpt2-medium,resnet50", "--strategies", _METHODS)  # models of the most buckets, and the fewest
 _REPLAYED_TOO = ("hierarchical_quantized:bits=4", "hierarchical_powersgd")
 _TIMES = ("--seconds", "5", "--look-every", "2", "--noop-steps", "5")  # of a training: enough to see it learn
 _TIMES_TO_A_LOSS = ("--seconds", "7", "--look-every", "1", "--noop-steps", "10", "--json", "{out}/to-a-loss.json")
@@ -71,10 +73,19 @@ def steps(build: bool) -> list[Step]:
             60,
             machine,
         ),
-        _tests("kernel-tests", "both loaders compute what the reference does", 150, *KERNEL_TESTS, at_once=True),
-        _tests("replay-tests", "steps of replayed kernels have the bits of others", 120, REPLAY),
-        *_benchmarks(),
+        *_first_tests(),
+        _benchmark("compressors", "what a step of each preset costs beside torch's hooks", 120, compressors, *_CHOSEN),
+        _benchmark("kernels", "what part of the memory's speed each kernel reaches", 100, kernels),
         *_paced(),
+        _benchmark(
+            "overlap",
+            "communication overlaps with backward; nothing waits for the device",
+            60,
+            overlap,
+            "--trace",
+            "{out}/overlap-trace.json.gz",
+            module="bench.evidence.overlap",
+        ),
         *_tests_in_groups(),
         *(_sanitizer(tool, "sanitizers") for tool in SANITIZER_TOOLS),
         _tests("soak", "500 steps: nothing grows", 100, SOAK, group="long"),
@@ -83,14 +94,12 @@ def steps(build: bool) -> list[Step]:
     ]
 
 
-def _benchmarks() -> list[Step]:
-    trace = ("--trace", "{out}/overlap-trace.json.gz")
-    shows = "communication overlaps with backward; nothing waits for the device"
-    models = ("--models", ",".join(_SHORTER), "--seconds", "1.5")
+def _first_tests() -> list[Step]:
+    """Return the tests without which no time counts."""
+    same = "both loaders compute what the reference does"
     return [
-        _benchmark("compressors", "what a step of each preset costs beside torch's hooks", 120, compressors, *models),
-        _benchmark("kernels", "what part of the memory's speed each kernel reaches", 100, kernels),
-        _benchmark("overlap", shows, 60, overlap, *trace, module="bench.evidence.overlap"),
+        _tests("kernel-tests", same, 150, *KERNEL_TESTS, at_once=True, group="first"),
+        _tests("replay-tests", "steps of replayed kernels have the bits of others", 150, REPLAY, group="first"),
     ]
 
 

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""commopt's hook on one rank among ranks that are not there: all that the host does in training, and no network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from commopt import Aggregator, HookState
+from commopt.groups import Team, TeamShape, apply_scale
+
+_STARTING = torch.ones((), requires_grad=True)
+
+
+class AbsentRanks(Team):
+    """Rank 0 of a team whose other ranks do not exist.
+
+    Each collective is one call of torch.distributed in a world of one, as much work for the host as any, and a copy
+    that writes what a transport would. The others send what this rank does; sums are of this rank alone.
+    """
+
+    @classmethod
+    def of_nodes(cls, ranks_per_node: Sequence[int], backends: dict[str, str]) -> AbsentRanks:
+        """Return the team of a cluster, with its levels; the default process group has to be a world of one."""
+        shape = TeamShape.of(ranks_per_node, 0, backends)
+
+        def part(level: TeamShape | None) -> AbsentRanks | None:
+            return None if level is None else made(level)
+
+        def made(level: TeamShape) -> AbsentRanks:
+            parts = {"intra": part(level.intra), "inter": part(level.inter)}
+            return cls(tuple(range(level.size)), level.wire.nodes, dist.group.WORLD, backends, level.level, **parts)  # type: ignore[arg-type]  # nodes are a tuple
+
+        return made(shape)
+
+    def all_reduce(self, tensor: Tensor, *, scale: float = 1.0) -> None:
+        """Scale `tensor`."""
+        self._run("all_reduce", dist.all_reduce, apply_scale(tensor, scale))
+
+    def reduce(self, tensor: Tensor, dst: int) -> None:
+        """Leave `tensor` as it is."""
+        self._run("reduce", dist.all_reduce, tensor)
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        """Leave `tensor` as it is."""
+        self._run("broadcast", dist.all_reduce, tensor)
+
+    def reduce_scatter(self, output: Tensor, source: Tensor) -> None:
+        """Keep this rank's block."""
+        self._run("reduce_scatter", _keep_block, output, source)
+
+    def all_gather(self, output: Tensor, source: Tensor) -> None:
+        """Put `source` where everybody's belongs: all of it can be decoded."""
+        self._run("all_gather", _fill, output, source)
+
+    def all_to_all(self, output: Tensor, source: Tensor) -> None:
+        """Keep everything."""
+        self._run("all_to_all", _keep_all, output, source)
+
+
+def _keep_block(output: Tensor, source: Tensor, group: dist.ProcessGroup) -> None:
+    output.copy_(source[: output.numel()])
+    dist.all_reduce(output, group=group)
+
+
+def _fill(output: Tensor, source: Tensor, group: dist.ProcessGroup) -> None:
+    dist.all_reduce(source, group=group)
+    rows = output.view(-1, source.numel())
+    rows.copy_(source.clone() if source.data_ptr() == output.data_ptr() else source)
+
+
+def _keep_all(output: Tensor, source: Tensor, group: dist.ProcessGroup) -> None:
+    output.copy_(source)
+    dist.all_reduce(output, group=group)
+
+
+class LoneHook:
+    """A hook whose buckets are averaged over AbsentRanks, as it is called by DDP of any model.
+
+    ranks_per_node: of the cluster that it pretends to be the first rank of.
+    """
+
+    def __init__(self, aggregator: Aggregator, ranks_per_node: Sequence[int], device: torch.device) -> None:
+        self.state = HookState(aggregator, plan="ddp")
+        client = self.state._registration.joined
+        assert client is not None  # there is a process group
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        client.team = AbsentRanks.of_nodes(ranks_per_node, {device.type: backend})
+
+    def __call__(self, bucket: Any) -> torch.futures.Future[Tensor]:
+        """Average a bucket, or what passes for one."""
+        return self.state._registration.reduce(bucket)
+
+    @property
+    def replayed(self) -> int:
+        """How many buckets were replayed as CUDA graphs so far."""
+        return int(self.state.stats().get("replayed", 0))
+
+
+class _Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, task: Callable[[], None]) -> Tensor:
+        ctx.task = task
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        ctx.task()
+        return gradients[0], None
+
+
+def in_backward(task: Callable[[], None]) -> None:
+    """Run a task where DDP calls hooks: inside a backward pass."""
+    torch.autograd.grad(_Backward.apply(_STARTING, task), _STARTING)  # type: ignore[no-untyped-call]
