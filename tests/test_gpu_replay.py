@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,6 +16,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
 from bench.replay import replay
+from commopt import Flat
+from commopt.feedback import BufferContext
+from commopt.groups import Team
 from tests.gpu_training import ON_GPU, kept, on_ranks
 from tests.hook_training import SMALL_BUCKET, Tower, batch_of, seeded
 from tests.ranks import Nodes
@@ -84,6 +88,37 @@ def both_ways(
                 yield train(rank, device, strategy, model, micros)
 
     return {strategy: tuple(ways(strategy)) for strategy in strategies}  # type: ignore[misc]  # of two
+
+
+@dataclass(frozen=True, repr=False)
+class Looking(Flat):
+    """Lets the host look at the result, which it cannot while a stream is captured."""
+
+    def all_reduce(self, buffer: Tensor, team: Team, scale: float, context: BufferContext) -> None:
+        super().all_reduce(buffer, team, scale, context)
+        float(buffer.sum())
+
+
+def fail_to_capture(rank: int, world_size: int, device: str) -> tuple[list[float], list[float], int]:
+    """Train by an average that cannot be captured, then draw random numbers and train by one that can."""
+    found = []
+    for aggregator in (Looking(), Flat(), commopt.build_preset("quantized")):
+        module = TorchDDP(seeded(Tower).to(device), **SMALL_BUCKET)
+        state = commopt.attach(module, aggregator, timeout=60)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+        inputs = [batch_of(rank, 0)[0].to(device)]
+        found.append([step(module, optimizer, inputs) for _ in range(6)])
+        assert torch.randn(1000, device=device).isfinite().all()
+        replayed = int(state.stats()["replayed"])
+        state.close()
+    return found[0], found[1], replayed
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])
+def test_a_capture_that_fails_does_no_harm(device: str) -> None:
+    for looked, flat, replayed in on_ranks(device, fail_to_capture, 2, nodes=(1, 1), fresh=True, timeout_s=60.0):
+        assert looked == flat
+        assert replayed > 0
 
 
 @pytest.mark.parametrize(

@@ -56,10 +56,9 @@ class Segments:
             self._end()
         finally:
             _own.capturing = None
-            if self._graph is not None:  # the body raised: a stream that is left capturing could do nothing else
-                with suppress(RuntimeError):
-                    self._graph.capture_end()
-                self._graph = None
+            graph, self._graph = self._graph, None
+            if graph is not None:  # the body raised
+                _abandon(graph)
 
     def between(self, collective: Callable[[], object]) -> None:
         """Take note of a collective, which is called in each replay between what came before it and what comes now."""
@@ -68,7 +67,9 @@ class Segments:
         self._begin()
 
     def _begin(self) -> None:
-        self._graph = _begun(_pool(torch.cuda.current_device())[0])
+        device = torch.cuda.current_device()
+        _keeper(device)
+        self._graph = _begun(_handle(device))
 
     def _end(self) -> None:
         graph, self._graph = self._graph, None
@@ -80,9 +81,28 @@ class Segments:
 def _begun(pool: Any) -> torch.cuda.CUDAGraph:
     """Return a graph that captures the current stream."""
     graph = torch.cuda.CUDAGraph()
-    # Other threads, such as torch's watchdog, go on using CUDA.
-    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    try:
+        # Other threads, such as torch's watchdog, go on using CUDA.
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    except BaseException:
+        _abandon(graph)
+        raise
     return graph
+
+
+def _abandon(graph: torch.cuda.CUDAGraph) -> None:
+    """End a capture that has failed: a stream, an allocator and a generator that go on capturing can do nothing else.
+
+    The driver ends it with an error, and torch then leaves its allocator and its generator as they are.
+    """
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        device = torch.cuda.current_device()
+        with suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(device, _handle(device))
+        generator = torch.cuda.default_generators[device]
+        generator.graphsafe_set_state(generator.clone_state())
 
 
 def _ended(graph: torch.cuda.CUDAGraph) -> bool:
@@ -97,12 +117,14 @@ def _ended(graph: torch.cuda.CUDAGraph) -> bool:
 
 
 @cache
-def _pool(device: int) -> tuple[Any, torch.cuda.CUDAGraph]:
-    """Return the pool of memory of all segments of a device, and an empty graph that keeps it.
+def _handle(device: int) -> Any:
+    """Return the pool of memory of all segments of a device."""
+    return torch.cuda.graph_pool_handle()
 
-    torch forgets a pool when its last graph is gone, and cannot capture into it any more.
-    """
-    handle = torch.cuda.graph_pool_handle()
-    keeper = _begun(handle)
-    _ended(keeper)
-    return handle, keeper
+
+@cache
+def _keeper(device: int) -> torch.cuda.CUDAGraph:
+    """Return an empty graph: torch forgets a pool with the last graph in it, and can capture no other into it then."""
+    graph = _begun(_handle(device))
+    _ended(graph)
+    return graph
