@@ -39,43 +39,34 @@ class AbsentRanks(Team):
 
     def all_reduce(self, tensor: Tensor, *, scale: float = 1.0) -> None:
         """Scale `tensor`."""
-        self._run("all_reduce", dist.all_reduce, apply_scale(tensor, scale))
+        self._call_alone(apply_scale(tensor, scale))
 
     def reduce(self, tensor: Tensor, dst: int) -> None:
         """Leave `tensor` as it is."""
-        self._run("reduce", dist.all_reduce, tensor)
+        self._call_alone(tensor)
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """Leave `tensor` as it is."""
-        self._run("broadcast", dist.all_reduce, tensor)
+        self._call_alone(tensor)
 
     def reduce_scatter(self, output: Tensor, source: Tensor) -> None:
         """Keep this rank's block."""
-        self._run("reduce_scatter", _keep_block, output, source)
+        output.copy_(source[: output.numel()])
+        self._call_alone(output)
 
     def all_gather(self, output: Tensor, source: Tensor) -> None:
         """Put `source` where everybody's belongs: all of it can be decoded."""
-        self._run("all_gather", _fill, output, source)
+        rows = output.view(-1, source.numel())
+        rows.copy_(source.clone() if source.data_ptr() == output.data_ptr() else source)
+        self._call_alone(source)
 
     def all_to_all(self, output: Tensor, source: Tensor) -> None:
         """Keep everything."""
-        self._run("all_to_all", _keep_all, output, source)
+        output.copy_(source)
+        self._call_alone(output)
 
-
-def _keep_block(output: Tensor, source: Tensor, group: dist.ProcessGroup) -> None:
-    output.copy_(source[: output.numel()])
-    dist.all_reduce(output, group=group)
-
-
-def _fill(output: Tensor, source: Tensor, group: dist.ProcessGroup) -> None:
-    dist.all_reduce(source, group=group)
-    rows = output.view(-1, source.numel())
-    rows.copy_(source.clone() if source.data_ptr() == output.data_ptr() else source)
-
-
-def _keep_all(output: Tensor, source: Tensor, group: dist.ProcessGroup) -> None:
-    output.copy_(source)
-    dist.all_reduce(output, group=group)
+    def _call_alone(self, tensor: Tensor) -> None:
+        self._run("all_reduce", dist.all_reduce, tensor)
 
 
 class LoneHook:

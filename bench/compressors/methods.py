@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from bench.compressors.lone_hook import LoneHook
-from bench.replay import replay
 from commopt import Aggregator, build_preset
 from commopt.aggregate import Buffer, Call
 from commopt.feedback import Layout
@@ -139,13 +138,8 @@ def preset(text: str) -> Method:
 
 
 def without_replay(method: Method) -> Method:
-    """Return the same one, which launches every kernel by itself."""
-
-    def enter(gradients: Gradients) -> Start:
-        with replay(False):
-            return method.enter(gradients)
-
-    return replace(method, enter=enter, replay=False)
+    """Return the same one, to be measured where every kernel is launched by itself."""
+    return replace(method, replay=False)
 
 
 def _payload_nbytes(aggregator: Aggregator, gradients: Gradients) -> float:
