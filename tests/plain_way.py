@@ -28,6 +28,7 @@ from torch._library import simple_registry
 
 import commopt
 from commopt.attached.options import AttachOptions
+from commopt.attached.replay import VARIABLE
 from commopt.groups import Team, TeamShape, team
 from commopt.groups.store import limited
 from commopt.hooks.buckets import DDPRegistration
@@ -53,7 +54,7 @@ PRESETS = (
 WIDTH = 384  # all vectors are worth being quantized, as those of GPT-2 are
 BUCKETS = 3
 STEADY_STEP = 4001  # past all warm-up, and not one whose compression error is sampled
-SETTLING_STEPS = 4
+SETTLING_STEPS = 8
 
 _STANDS_FOR_THE_DEVICE = (
     fake_cuda.__file__,
@@ -175,8 +176,8 @@ class GradBucket:
 
 
 @contextmanager
-def device() -> Iterator[tuple[Gpu, Counting]]:
-    """A GPU whose kernels are counted."""
+def device(*, replays: bool = False) -> Iterator[tuple[Gpu, Counting]]:
+    """A GPU whose kernels are counted. replays: whether they may be replayed as CUDA graphs."""
     registry._close_all()
     kernels = Counting()
     chosen = patch.object(loader, "loader_for", lambda _, dtype=torch.float32: kernels if dtype in DTYPES else None)
@@ -185,7 +186,7 @@ def device() -> Iterator[tuple[Gpu, Counting]]:
         chosen,
         patch.object(registry, "_forget_old_world"),
         patch.object(team, "is_alive", lambda group: True),
-        patch.dict(os.environ, {"COMMOPT_KERNELS": ""}),
+        patch.dict(os.environ, {"COMMOPT_KERNELS": "", VARIABLE: str(int(replays))}),
     ):
         try:
             yield gpu, kernels
@@ -212,9 +213,9 @@ def training(preset: str, size: int) -> tuple[DDPRegistration, list[Any]]:
     return registration, buckets
 
 
-def count(preset: str, size: int = 2, step: int = STEADY_STEP) -> tuple[Counts, Counter[str]]:
+def count(preset: str, size: int = 2, step: int = STEADY_STEP, *, replays: bool = False) -> tuple[Counts, Counter[str]]:
     """Return what the hook call of a bucket costs, and how often each function is called."""
-    with device() as (gpu, kernels):
+    with device(replays=replays) as (gpu, kernels):
         registration, buckets = training(preset, size)
         registration.steps = step - SETTLING_STEPS
         for _ in range(SETTLING_STEPS):
@@ -223,11 +224,13 @@ def count(preset: str, size: int = 2, step: int = STEADY_STEP) -> tuple[Counts, 
         registration.reduce(buckets[0])
         before = len(kernels.launched), gpu.operations, gpu.asked
         profile = Profile()
-        sys.setprofile(profile)
-        registration.reduce(buckets[1])
-        sys.setprofile(None)
+        with torch.no_grad():  # as in a backward
+            sys.setprofile(profile)
+            registration.reduce(buckets[1])
+            sys.setprofile(None)
         after = len(kernels.launched), gpu.operations, gpu.asked
         registration.reduce(buckets[2])
+        assert registration.replayed >= 2 * BUCKETS * replays, "nothing was replayed"
         assert not gpu.faults, gpu.faults
     names: Counter[str] = Counter()
     for code, times in profile.functions.items():
@@ -253,7 +256,10 @@ def main() -> None:
         for size in (2, 4):
             found, names = count(preset, size)
             print(f"{preset:34}{size:3} ranks {found}")
+            replayed, names_replayed = count(preset, size, replays=True)
+            print(f"{'    replayed':34}{size:3} ranks {replayed}")
             if preset in sys.argv[1:]:
+                print("\n".join(f"    {times:4} {name}" for name, times in names_replayed.most_common()))
                 print("\n".join(f"    {times:4} {name}" for name, times in names.most_common()))
 
 

@@ -134,13 +134,19 @@ class Reduction:
 
     def __call__(self) -> None:
         """Average the buffer, on the lane."""
-        store, replay = self.step.store, self.step.replay
+        if self.turn is self.recorded is None:
+            self._average_or_replay()
+            return
         with self.turn or _NOTHING, self.recorded or _NOTHING:
-            if store is not None and self.number == 0:
-                store.transaction.begin_step()
-                store.transaction.commits = []
-            if replay is None or not replay(self):
-                self.average()
+            self._average_or_replay()
+
+    def _average_or_replay(self) -> None:
+        store, replay = self.step.store, self.step.replay
+        if store is not None and self.number == 0:
+            store.transaction.begin_step()
+            store.transaction.commits = []
+        if replay is None or not replay(self):
+            self.average()
 
     def average(self) -> None:
         """Average the buffer, kernel by kernel."""

@@ -46,7 +46,7 @@ class _Program:
     """What a bucket does, captured.
 
     begins, ends: what is staged before and after it.
-    beside: payload that `Aggregator.calls` cannot foresee, of one step.
+    beside: payload that `Aggregator.calls` cannot foresee, of one step; None for none.
     places: objects whose attributes the graphs work with, and these: tensors, and versions of what holds some.
     masks: of untouched elements, and their tensors.
     kept: whatever else the graphs work with, kept alive.
@@ -55,7 +55,7 @@ class _Program:
     segments: Segments
     begins: Staged
     ends: Staged
-    beside: WireBytes
+    beside: WireBytes | None
     places: list[tuple[object, str, object]]
     masks: list[tuple[Any, tuple[Tensor, ...]]]
     kept: list[object]
@@ -141,7 +141,7 @@ class Replays:
                 return False
         if not _are_there(program.places):
             return False
-        return all(_same(mask.tensors(), tensors) for mask, tensors in program.masks)
+        return not program.masks or all(_same(mask.tensors(), tensors) for mask, tensors in program.masks)
 
     # ------------------------------------------------------------------------------------- capture
 
@@ -162,7 +162,7 @@ class Replays:
             return None
         bucket.captures += 1
         bucket.never = bucket.captures > _MOST_CAPTURES
-        begins, steps, beside, sums = transaction.snapshot(), transaction.steps, store.beside, self._sums()
+        begins, steps, beside, sums = transaction.snapshot(), transaction.steps, store.beside, self._sums(task)
         segments, there = Segments(), self._at_one_place(task)
         try:
             with segments.captured():
@@ -184,7 +184,8 @@ class Replays:
             for each, name, value in sums:
                 setattr(each, name, value)
             return None
-        sent = WireBytes(store.beside.intra - beside.intra, store.beside.inter - beside.inter)
+        more = store.beside
+        sent = None if more == beside else WireBytes(more.intra - beside.intra, more.inter - beside.inter)
         places = self._places(task)
         kept: list[object] = [there.buffer, there.source, *store.scratch.tensors(), [each for each, *_ in places]]
         masked = [(mask, tuple(mask.tensors())) for mask in masks]
@@ -199,15 +200,18 @@ class Replays:
     def _places(self, task: Reduction) -> list[tuple[object, str, object]]:
         store, transaction = self.store, self.store.transaction
         residuals = {*store.buffers[task.layout].found.values(), *transaction.snapshot().residuals}
-        places = [(store.factors, "version", store.factors.version), *self._sums()]
+        places = [(store.factors, "version", store.factors.version), *self._sums(task)]
         for residual in residuals:
             places += [(residual, "values", residual.values), (residual, "spare", residual.spare)]
         return places
 
-    def _sums(self) -> list[tuple[object, str, object]]:
-        """Return the sums over steps, which are added to where they are."""
+    def _sums(self, task: Reduction) -> list[tuple[object, str, object]]:
+        """Return the sums over steps, which the bucket adds to where they are."""
         transaction, error = self.store.transaction, self.store.error
-        return [(transaction, "dropped", transaction.dropped), (error, "squares", error.squares)]
+        sums: list[tuple[object, str, object]] = [(transaction, "dropped", transaction.dropped)]
+        if task.step.number % SAMPLE_EVERY_STEPS == 0:
+            sums.append((error, "squares", error.squares))
+        return sums
 
     def _at_one_place(self, task: Reduction) -> Reduction:
         """Return the same task, its tensors where those of every step are copied to."""
@@ -230,7 +234,7 @@ class Replays:
         transaction.commits = commits
         if task.last:
             transaction.steps += 1
-        if program.beside != _NOTHING_BESIDE:
+        if program.beside is not None:
             store.beside += program.beside
 
     def _launch(self, program: _Program, task: Reduction) -> None:
@@ -247,11 +251,11 @@ class Replays:
         task.buffer.copy_(there)
 
 
-_NOTHING_BESIDE = WireBytes()
-
-
 def _are_there(places: Sequence[tuple[object, str, object]]) -> bool:
-    return all(getattr(each, name) is value for each, name, value in places)
+    for each, name, value in places:  # noqa: SIM110 -- a generator would be a call for each
+        if getattr(each, name) is not value:
+            return False
+    return True
 
 
 def _same(these: Any, those: Any) -> bool:

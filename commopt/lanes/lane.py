@@ -170,8 +170,11 @@ class Lane(ABC):
             if task.membership.order is not None:
                 task.membership.require_same_order(task.device_type, str(task))
             # A tensor made in inference mode can be written in no other.
-            with fresh_modes(inference=pending.of_inference):
+            if _is_fresh(inference=pending.of_inference):
                 task.run()
+            else:
+                with fresh_modes(inference=pending.of_inference):
+                    task.run()
         except BaseException as error:
             with self._verdict:
                 self._error = _reported(task, error)
@@ -185,6 +188,16 @@ def _reported(task: Task, error: BaseException) -> LaneError:
         return fail(task.membership, str(task), error)
     except Exception as trouble:  # poisoned all the same
         return LaneError(f"{task} failed: {error}; reporting it failed too: {trouble}")
+
+
+def _is_fresh(*, inference: bool) -> bool:
+    """Return whether `fresh_modes` would change nothing, as in most backward passes."""
+    return (
+        torch._C._len_torch_function_stack() == torch._C._len_torch_dispatch_stack() == 0
+        and torch.is_inference_mode_enabled() == inference
+        and not torch.is_grad_enabled()
+        and not torch._C._is_any_autocast_enabled()
+    )
 
 
 @contextmanager
