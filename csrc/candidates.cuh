@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The few elements that can still be selected once the first level is known, and how a CUDA block visits them.
 //
+// While p is written each tile keeps its largest elements, as many as there are slots for: from a bin of the first level
+// on. If the threshold turns out to be there or above, the candidates are among them and p is not read again.
+//
 // The threshold is then known up to an eighth of an octave: of 4096 elements of a bell curve, at most 15 are candidates
 // where 4 are selected, and at most 95 where 41 are. A tile with more of them than slots, be it of a layer with large
 // gradients, of equal values, or of a row with too few elements that are not zero, is read in full instead: that is
@@ -11,7 +14,7 @@
 #include "select.cuh"
 #include "strip.cuh"
 
-constexpr int CAPACITY = 256;   // 1540 bytes a tile, 3/8 byte an element
+constexpr int CAPACITY = 256;   // 1544 bytes a tile, 3/8 byte an element
 constexpr int SLOT_STEPS = CAPACITY / LANES;
 
 // The elements of a tile whose key is not below what the first level has found, in ascending order. Zeros are never
@@ -20,6 +23,22 @@ struct Candidates {
     float value[CAPACITY];
     unsigned short element[CAPACITY];   // within the tile
     unsigned int number;                // if larger than CAPACITY, the slots are of no use
+    unsigned int floor;                 // at first: the slots have every element whose key is not below, but no zeros
+
+    // Whether the slots have all elements from the first level's threshold on. At zero, zeros can be selected too.
+    __device__ __forceinline__ bool reach(unsigned int found) const { return found != 0 && floor <= found; }
+
+    // Append the elements of a step of the warp that are kept; `slots` are taken. Return how many are taken then.
+    __device__ __forceinline__ unsigned int append(bool keep, float value, int element, unsigned int slots) {
+        const unsigned int those = vote(keep);
+        if (those == 0) return slots;   // as nearly always
+        const unsigned int slot = slots + before_lane(those);
+        if (keep && slot < CAPACITY) {
+            this->value[slot] = value;
+            this->element[slot] = static_cast<unsigned short>(element);
+        }
+        return slots + __popc(those);
+    }
 
     // The lane's values; behind the last candidate they are +0. All loads leave before the first is waited for.
     __device__ __forceinline__ Strip<SLOT_STEPS> read(unsigned int count) const {

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// left right^T for stacks of factors: written, or subtracted from matrices. In float32 whatever the matrix units are
+// left right^T for stacks of factors: written, or subtracted from matrices; and matrices times factors. In float32 whatever the matrix units are
 // allowed to do: ranks must agree on every bit, and a residual must have what the product left out.
 #pragma once
 
 #include "columns.cuh"
-#include "team.cuh"
+#include "strip.cuh"
 
 constexpr int PANEL = 32;                    // columns of the factors in shared memory at a time
 constexpr int TILE_ROWS = 64;
@@ -201,4 +201,61 @@ extern "C" __global__ void lowrank_decode(const float* left, const float* right,
 extern "C" __global__ void lowrank_subtract(const float* left, const float* right, long long rows, long long cols,
                                             long long rank, float* matrices) {
     multiply<Subtract>(left, right, rows, cols, rank, matrices);
+}
+
+constexpr int PROJECT_WARPS = 4;
+constexpr int PROJECT_ROWS = LANES / FEW_COLUMNS;   // of a CUDA block: in the end each lane has one of their elements
+
+// A value of each lane, the sum of `value[lane]` over the warp. In each step a lane passes on half of what it has.
+__device__ __forceinline__ float sum_for_lane(float (&value)[LANES]) {
+#pragma unroll
+    for (int step = 1; 1 << step <= LANES; ++step) {
+        const int half = LANES >> step;
+        const bool upper = (lane_of_thread() & half) != 0;
+#pragma unroll
+        for (int i = 0; i < LANES; ++i) {
+            if (i >= half) break;
+            const float passed = upper ? value[i] : value[i + half];
+            const float kept = upper ? value[i + half] : value[i];
+            value[i] = __fadd_rn(kept, __shfl_xor_sync(0xFFFFFFFFu, passed, half));
+        }
+    }
+    return value[0];
+}
+
+// lowrank_project: out [rows, rank] = matrix [rows, cols] times right [cols, rank] for each matrix, rank at most
+// FEW_COLUMNS. One CUDA block of 128 threads for PROJECT_ROWS rows of a matrix, which is read once.
+extern "C" __global__ void lowrank_project(const float* matrices, const float* right, long long rows, long long cols,
+                                           long long rank, float* out) {
+    __shared__ float of_warp[PROJECT_WARPS][LANES];
+    const long long blocks = (rows + PROJECT_ROWS - 1) / PROJECT_ROWS;
+    const long long matrix = blockIdx.x / blocks;
+    const long long first = blockIdx.x % blocks * PROJECT_ROWS;
+    const int present = static_cast<int>(min(rows - first, static_cast<long long>(PROJECT_ROWS)));
+    const int columns = static_cast<int>(rank);
+    const float* lines = matrices + (matrix * rows + first) * cols;
+    const float* factors = right + matrix * cols * rank;
+    const bool whole = columns == FEW_COLUMNS && misalignment<FEW_COLUMNS>(factors) == 0;
+    float sums[LANES] = {};
+#pragma unroll 2
+    for (long long col = threadIdx.x; col < cols; col += PROJECT_WARPS * LANES) {
+        float element[PROJECT_ROWS];
+#pragma unroll
+        for (int i = 0; i < PROJECT_ROWS; ++i) {   // there may be fewer rows: the last one again, and nobody keeps it
+            element[i] = load_streaming(lines + min(i, present - 1) * cols + col);
+        }
+        const FactorRow factor(factors + col * columns, columns, whole);
+#pragma unroll
+        for (int i = 0; i < LANES; ++i) {
+            sums[i] = __fmaf_rn(element[i / FEW_COLUMNS], factor.of[i % FEW_COLUMNS], sums[i]);
+        }
+    }
+    of_warp[warp_of_thread()][lane_of_thread()] = sum_for_lane(sums);
+    __syncthreads();
+    const int row = lane_of_thread() / FEW_COLUMNS;
+    const int column = lane_of_thread() % FEW_COLUMNS;
+    if (warp_of_thread() != 0 || row >= present || column >= columns) return;
+    float sum = of_warp[0][lane_of_thread()];
+    for (int warp = 1; warp < PROJECT_WARPS; ++warp) sum = __fadd_rn(sum, of_warp[warp][lane_of_thread()]);
+    out[(matrix * rows + first + row) * rank + column] = sum;
 }

@@ -54,7 +54,7 @@ const std::map<std::string, Kernel>& kernels() {
         KERNEL(cast_stochastic), KERNEL(sparse_accumulate), KERNEL(sparse_threshold), KERNEL(sparse_collect), KERNEL(sparse_histogram),
         KERNEL(sparse_count), KERNEL(sparse_offsets), KERNEL(sparse_write), KERNEL(sparse_decode),
         KERNEL(factor_absmax), KERNEL(factor_gram), KERNEL(factor_solve),
-        KERNEL(lowrank_decode), KERNEL(lowrank_subtract),
+        KERNEL(lowrank_decode), KERNEL(lowrank_project), KERNEL(lowrank_subtract),
     };
     return table;
 }

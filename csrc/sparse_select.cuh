@@ -10,38 +10,59 @@ __device__ __forceinline__ void count_bins(const Histogram& histogram, const Str
     for (int step = 0; step < COUNT; ++step) histogram.count(strip.value[step]);
 }
 
-// sparse_collect: one CUDA block of 256 threads per group, the last one first: of what was written last, the cache may
-// still have some. Each warp keeps the candidates of its tile, and counts their bins of the second level.
+// Keep the candidates among the elements that the tile has kept until now, and count them.
+__device__ __forceinline__ unsigned int collect_kept(const Histogram& histogram, Candidates& candidates) {
+    const unsigned int kept = candidates.number;
+    const Strip<SLOT_STEPS> strip = candidates.read(kept);
+    int element[SLOT_STEPS];
+#pragma unroll
+    for (int step = 0; step < SLOT_STEPS; ++step) {
+        const unsigned int slot = step * LANES + lane_of_thread();
+        element[step] = slot < kept ? candidates.element[slot] : 0;
+    }
+    __syncwarp();   // all have been read, and are overwritten
+    unsigned int number = 0;
+#pragma unroll
+    for (int step = 0; step < SLOT_STEPS; ++step) {
+        const bool can_be_selected = key_of(strip.value[step]) >= histogram.found;
+        if (can_be_selected) histogram.count(strip.value[step]);
+        number = candidates.append(can_be_selected, strip.value[step], element[step], number);
+    }
+    return number;
+}
+
+// The same of all elements of the tile.
+__device__ __forceinline__ unsigned int collect_all(const Histogram& histogram, const float* p, const Span& span,
+                                                    Candidates& candidates) {
+    unsigned int number = 0;
+#pragma unroll 1
+    for (int first = 0; first < TILE_NUMEL; first += WARP_NUMEL) {
+        const Share<const float> share(p, span, first);
+        const Strip<STEPS> strip = share.read();
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+            const bool can_be_selected = key_of(strip.value[step]) >= histogram.found;
+            if (can_be_selected) histogram.count(strip.value[step]);
+            number = candidates.append(can_be_selected, strip.value[step], share.element + step * LANES, number);
+        }
+    }
+    return number;
+}
+
+// sparse_collect: one CUDA block of 256 threads per group. Each warp finds the candidates of its tile, and counts their
+// bins of the second level.
 extern "C" __global__ void sparse_collect(const float* p, long long numel, long long chunk_numel,
                                           const Threshold* thresholds, Candidates* candidates, unsigned int* bins) {
     __shared__ unsigned int block_bins[BINS];
-    const Group group(chunk_numel, gridDim.x - 1 - blockIdx.x);
+    const Group group(chunk_numel, blockIdx.x);
     const Histogram histogram{Level(1), thresholds[group.row].key, block_bins};
     histogram.clear();
     __syncthreads();
     if (group.own < group.tiles) {
-        const Span span = group.span(numel, group.own);
         Candidates& target = candidates[group.index(group.own)];
-        unsigned int number = 0;
-#pragma unroll 1
-        for (int first = 0; first < TILE_NUMEL; first += WARP_NUMEL) {
-            const Share<const float> share(p, span, first);
-            const Strip<STEPS> strip = share.read();
-#pragma unroll
-            for (int step = 0; step < STEPS; ++step) {
-                const float value = strip.value[step];
-                const bool can_be_selected = key_of(value) >= histogram.found;
-                const unsigned int those = vote(can_be_selected);
-                if (those == 0) continue;   // as nearly always
-                const unsigned int slot = number + before_lane(those);
-                if (can_be_selected) histogram.count(value);
-                if (can_be_selected && slot < CAPACITY) {
-                    target.value[slot] = value;
-                    target.element[slot] = static_cast<unsigned short>(share.element + step * LANES);
-                }
-                number += __popc(those);
-            }
-        }
+        const unsigned int number = target.reach(histogram.found)
+                                        ? collect_kept(histogram, target)
+                                        : collect_all(histogram, p, group.span(numel, group.own), target);
         if (lane_of_thread() == 0) target.number = number;
     }
     __syncthreads();

@@ -65,6 +65,19 @@ class Check:
             assert (arena[:7] == 7).all()
             assert (arena[-7:] == 7).all()
 
+    def project(self, count: int, rows: int, cols: int, matrix_rank: int) -> None:
+        """Multiply matrices and factors; nothing else may be written."""
+        matrices, right = torch.randn(count, rows, cols), torch.randn(count, cols, matrix_rank)
+        wanted = matrices.double() @ right.double()
+        bound = 2.0**-23 * (cols + 1) * (matrices.double().abs() @ right.double().abs())
+        moved = matrices.to(self._device), right.to(self._device)
+        arena = torch.full((wanted.numel() + 14,), 7.0, device=self._device)
+        with launched_by(self._loader):
+            lowrank.project(*moved, arena[7:-7].view(wanted.shape))
+        assert ((arena[7:-7].view(wanted.shape).cpu() - wanted).abs() <= bound).all()
+        assert (arena[:7] == 7).all()
+        assert (arena[-7:] == 7).all()
+
 
 def orthonormal(count: int, rows: int, matrix_rank: int) -> Tensor:
     """Return random factors with orthonormal columns, as far as there are enough rows."""

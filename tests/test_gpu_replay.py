@@ -46,8 +46,7 @@ def train(rank: int, device: str, strategy: str, model: str, micros: int) -> Tra
         wrapped = TorchDDP(module, **SMALL_BUCKET)
     else:
         mesh = init_device_mesh(device, (2, 2), mesh_dim_names=("replicate", "shard"))
-        fully_shard(module.get_submodule("layers.0"), mesh=mesh)
-        fully_shard(module, mesh=mesh)
+        fully_shard(module, mesh=mesh)  # one group: ranks that take turns on a GPU need long for a message
     state = commopt.attach(wrapped, strategy, timeout=60)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01, momentum=0.9)
     inputs = [batch_of(rank, 0, micro)[0].to(device) for micro in range(micros)]  # is learned by heart
@@ -132,7 +131,7 @@ def test_a_replayed_training_has_the_bits_of_another(
 ) -> None:
     env = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # one order of sums, whatever the stream
     results = on_ranks(
-        device, both_ways, world_size, ROWS, model, micros, nodes=nodes, env=env, fresh=True, timeout_s=110.0
+        device, both_ways, world_size, ROWS, model, micros, nodes=nodes, env=env, fresh=True, timeout_s=140.0
     )
     for found in results:
         for strategy, (plain, replayed) in found.items():

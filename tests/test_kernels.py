@@ -337,6 +337,10 @@ class TestLowrank:
         finally:
             torch.set_float32_matmul_precision(before)
 
+    @pytest.mark.parametrize("shape", [(1, 1, 1, 1), (3, 5, 7, 2), (2, 8, 130, 3), (2, 65, 300, 4), (1, 30, 20, 5)])
+    def test_project(self, check: lowrank_cases.Check, shape: tuple[int, int, int, int]) -> None:
+        check.project(*shape)
+
     def test_a_gram_matrix_that_roundings_made_indefinite(self, emulator: Emulator) -> None:
         """Exact arithmetic knows no such matrix; the root of a negative pivot would be NaN."""
         factors: Tensor = torch.randn(1, 5, 2)

@@ -109,7 +109,7 @@ EDITS = {
     ),
     "shared memory that nobody wrote": (
         "lowrank.cuh",
-        "    clear_from(left_panel, here_rows);\n",
+        "    clear_from(left_panel, part.rows);\n",
         "",
         "lowrank_decode: shared memory read that the block has not written: ",
     ),

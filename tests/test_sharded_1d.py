@@ -78,9 +78,9 @@ def train(
     return losses
 
 
-def compressed(rank: int, world: int) -> dict[str, Any]:
+def compressed(rank: int, world: int, steps: int = 40) -> dict[str, Any]:
     model = made()
-    stock = train(model, torch.optim.AdamW(model.parameters(), 1e-3), range(40))
+    stock = train(model, torch.optim.AdamW(model.parameters(), 1e-3), range(steps))
     found: dict[str, Any] = {"stock": stock, "numel": sum(parameter.numel() for parameter in model.parameters())}
     for name, aggregator, weights in [
         ("gradients", EIGHT, None),
@@ -88,7 +88,7 @@ def compressed(rank: int, world: int) -> dict[str, Any]:
         ("differences", FOUR, DIFFERING),
     ]:
         model, state, optimizer = build(aggregator, weights, rate=1e-3)
-        found[name] = (train(model, optimizer, range(40)), state.stats())
+        found[name] = (train(model, optimizer, range(steps)), state.stats())
     return found
 
 

@@ -87,6 +87,7 @@ def _low_rank(device: torch.device) -> Iterator[Call]:
         matrices = _random((count, rows, cols), device)
         for initial in (None, left.clone()):
             yield partial(lowrank.orthogonalize, left, torch.empty_like(left), initial)
+        yield partial(lowrank.project, matrices, right, torch.empty_like(left))
         yield partial(lowrank.decode, left, right, torch.empty_like(matrices))
         yield partial(lowrank.subtract, matrices, left, right)
 

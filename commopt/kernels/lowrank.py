@@ -32,6 +32,8 @@ MAX_KERNEL_RANK = 32
 _THREADS = 256
 _SLICE_ROWS = 256  # of a factor, in shared memory
 _TILE_ROWS, _TILE_COLS = 64, 128  # of a product
+_FEW_COLUMNS = 4  # of a factor that a matrix is multiplied with by a kernel; BLAS is as fast with more
+_PROJECT_THREADS, _PROJECT_ROWS = 128, 8
 
 
 def orthogonalize(factors: Tensor, out: Tensor | None = None, initial: Tensor | None = None) -> Tensor:
@@ -103,8 +105,14 @@ def project(matrices: Tensor, right: Tensor, left: Tensor) -> None:
     from commopt.kernels import lowrank_reference as reference
 
     _check_product(left, right, matrices)
+    count, rows, cols = matrices.shape
+    kernels = loader.loader_for(matrices.device) if right.shape[2] <= _FEW_COLUMNS else None
     cpu = _cpu(matrices.device)
-    if cpu is None:
+    if kernels is not None:
+        arguments = (matrices.data_ptr(), right.data_ptr(), rows, cols, right.shape[2], left.data_ptr())
+        grid = count * -(-rows // _PROJECT_ROWS) if right.shape[2] else 0
+        kernels.queue(matrices.device, "lowrank_project", grid, _PROJECT_THREADS, arguments)
+    elif cpu is None:
         reference.project(matrices, right, left)
     else:
         pointers = matrices.data_ptr(), right.data_ptr(), left.data_ptr()

@@ -28,7 +28,7 @@ from commopt.kernels.loader import Arguments, Loader
 _THREADS = 256
 _TILE_NUMEL = 4096
 _GROUP_TILES = 8  # one for each warp of a CUDA block
-_CANDIDATES_WORDS = 385  # of a tile: 256 values, 256 indices of 16 bits, and how many there are
+_CANDIDATES_WORDS = 386  # of a tile: 256 values, 256 indices of 16 bits, how many there are, and from which key on
 _BINS = 2048
 _LEVELS = 3  # of a key's bits: 11, 11 and 9
 _THRESHOLD_WORDS = 4
@@ -185,7 +185,8 @@ def _select(
     seen = (p.data_ptr(), values.numel(), row.chunk_numel, found, candidates.data_ptr())
     target = (payload.data_ptr(), payload.stride(0), row.count, DTYPES[row.value_dtype])
     groups = rows * -(-tiles // _GROUP_TILES)
-    accumulated = (*_accumulated(values, scale, row, residual), p.data_ptr(), bins[0].data_ptr())
+    kept = (p.data_ptr(), bins[0].data_ptr(), candidates.data_ptr())
+    accumulated = (*_accumulated(values, scale, row, residual), *kept)
     for kernel, grid, arguments in (
         ("sparse_accumulate", rows * tiles, accumulated),
         ("sparse_threshold", rows, (bins[0].data_ptr(), 0, row.count, found)),
