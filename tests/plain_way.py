@@ -54,7 +54,7 @@ PRESETS = (
 WIDTH = 384  # all vectors are worth being quantized, as those of GPT-2 are
 BUCKETS = 3
 STEADY_STEP = 4001  # past all warm-up, and not one whose compression error is sampled
-SETTLING_STEPS = 8
+SETTLING_STEPS = 12
 
 _STANDS_FOR_THE_DEVICE = (
     fake_cuda.__file__,
