@@ -256,7 +256,7 @@ def test_servers_are_compared_with_rows_to_all_seed_by_seed(tmp_path: Path) -> N
     assert shown.count("±2.5 %") == 4
     assert "GPT, 8 ranks, 400 steps, 3 seeds" in shown
     report.write(path, ENVIRONMENT, runs[:-1])
-    with pytest.raises(ValueError, match="no training of .*0.01.* with adamw, seed 2"):
+    with pytest.raises(ValueError, match=r"no training of .*0.01.* with adamw, seed 2"):
         sparse_table.markdown(path)
 
 

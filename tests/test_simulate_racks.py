@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -84,7 +85,7 @@ def shape_of(nodes: int) -> TeamShape:
 
 
 @pytest.mark.parametrize(("bits", "racks"), [(8, 2), (4, 2), (8, 16), (2, 16)])
-def test_from_how_many_nodes_on_a_rack_saves_nothing(bits: int, racks: int) -> None:
+def test_from_how_many_nodes_on_a_rack_saves_nothing(bits: Literal[8, 4, 2], racks: int) -> None:
     """By the closed forms: rings cross once, 2 M (P-1)/P; exchanges n M (S-1)/S, and their rows go round a ring."""
     code = Quantize(bits).payload_nbytes(LAYOUT.numel) / (4 * LAYOUT.numel)
 
