@@ -454,17 +454,21 @@ def test_a_node_sends_about_two_rows_however_many_nodes_there_are(nodes: int, pr
     assert few.inter == by_hand or nodes == 4  # whose rows of 4 KiB go to all
 
 
-def keep(rank: int, world_size: int, scaled: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+def keep(rank: int, world_size: int, aggregator: Aggregator, scaled: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return statistics and saved state after some steps."""
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if scaled else None
-    chooser = Chooser(Compressed(DGC(0.05)), SHAPES, lambda step: dyadic(rank, step, world_size), scaler=scaler)
+    chooser = Chooser(aggregator, SHAPES, lambda step: dyadic(rank, step, world_size), scaler=scaler)
     trace = chooser.run(4)
     return trace.stats, trace.states[-1]
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-def test_what_is_kept_is_counted(scaled: bool) -> None:
-    """A residual, and twice with a scaler; nothing more with more ranks."""
-    for stats, state in run(keep, 3, scaled):
-        assert stats["residual_bytes"] == 4 * NUMEL * (2 if scaled else 1)
-        assert stats["residual_norm"] == pytest.approx(float(kept(state, "matrix", NUMEL).norm()), rel=1e-5)
+@pytest.mark.parametrize("served", [False, True])
+def test_what_is_kept_is_counted(served: bool, scaled: bool) -> None:
+    """A residual, on a server also that of its chunk, and twice with a scaler; nothing more with more ranks."""
+    kind = ThroughServers if served else Compressed
+    numel = NUMEL + (NUMEL // 3 if served else 0)
+    for stats, state in run(keep, 3, kind(DGC(0.05)), scaled):
+        assert stats["residual_bytes"] == 4 * numel * (2 if scaled else 1)
+        if not served:
+            assert stats["residual_norm"] == pytest.approx(float(kept(state, "matrix", NUMEL).norm()), rel=1e-5)

@@ -105,7 +105,7 @@ def _use_gloo_ring(tensor: Tensor, group: dist.ProcessGroup) -> bool:
 
     It would add 16-bit floats in their own dtype. Between two ranks the exchange of short messages takes a step less.
     Gloo's ring crosses each border between racks or sites once, where an exchange of all with all crosses it more often
-    the more nodes there are (docs/performance.md).
+    the more nodes there are (docs/simulator.md).
     """
     short = group.size() == 2 and tensor.nbytes < 2 * _LONG_CHUNK_NBYTES
     return not short and tensor.dtype not in _ADDED_IN_FLOAT32
