@@ -38,7 +38,7 @@ COMPRESSORS: dict[str, commopt.Compressor] = {
 
 
 @dataclass(frozen=True, repr=False)
-class ThroughServers(Compressed):
+class Served(Compressed):
     """Sparse rows by way of servers, however short they are."""
 
     def sends_to_all(self, row: RowFormat, chunk_rows: RowFormat, ranks: int) -> bool:
@@ -53,8 +53,8 @@ STRATEGIES: dict[str, Aggregator] = {
     **{name: flat(name) for name in COMPRESSORS},
     **{f"inter {name}": Hierarchical(flat(name)) for name in COMPRESSORS},
     "late 4 bits": Compressed(Quantize(4, BLOCK, start_step=6)),
-    "served top 5%": ThroughServers(DGC(0.05)),
-    "inter served top 5%": Hierarchical(ThroughServers(DGC(0.05))),
+    "served top 5%": Served(DGC(0.05)),
+    "inter served top 5%": Hierarchical(Served(DGC(0.05))),
     "inter adam": Hierarchical(Compressed(OneBit(BLOCK), adam=Adam())),
     "rank 2": PowerSGD(2, start_step=0),
     "inter rank 2": Hierarchical(PowerSGD(2, start_step=0)),

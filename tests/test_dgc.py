@@ -21,7 +21,7 @@ from commopt.compress import ErrorFeedback
 from commopt.feedback import Layout
 from commopt.groups import TeamShape
 from tests.chosen import Chooser, Trace, kept
-from tests.feedback_training import ThroughServers
+from tests.feedback_training import Served
 from tests.hook_training import assert_identical
 from tests.payloads import decode, encode
 from tests.ranks import run
@@ -351,7 +351,7 @@ def test_the_papers_formulas(world_size: int, scaled: bool) -> None:
 
 def test_servers_choose_once_more_and_keep_the_rest() -> None:
     """By the paper's formulas, once on each rank and once on each server, and nothing is lost in between."""
-    aggregators = [ThroughServers(config) for config in THROUGH_SERVERS.values()]
+    aggregators = [Served(config) for config in THROUGH_SERVERS.values()]
     results = run(follow, 4, aggregators, ["matrix"], False)
     for (name, config), traces in zip(THROUGH_SERVERS.items(), zip(*results, strict=True), strict=True):
         gradients = shares("matrix", 4)
@@ -466,7 +466,7 @@ def keep(rank: int, world_size: int, aggregator: Aggregator, scaled: bool) -> tu
 @pytest.mark.parametrize("served", [False, True])
 def test_what_is_kept_is_counted(served: bool, scaled: bool) -> None:
     """A residual, on a server also that of its chunk, and twice with a scaler; nothing more with more ranks."""
-    kind = ThroughServers if served else Compressed
+    kind = Served if served else Compressed
     numel = NUMEL + (NUMEL // 3 if served else 0)
     for stats, state in run(keep, 3, kind(DGC(0.05)), scaled):
         assert stats["residual_bytes"] == 4 * numel * (2 if scaled else 1)
