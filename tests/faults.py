@@ -139,6 +139,30 @@ FAULTS: tuple[Fault, ...] = (
         "compress: what is sent in which step",
         ("test_dgc",),
     ),
+    Fault(
+        "the fewest elements of a message are sent of each of its chunks",
+        "commopt/compress/dgc.py",
+        "return replace(self, min_elements=ceil(self.min_elements / chunks))",
+        "return self",
+        "compress: less than two sparse rows a node, however many there are",
+        ("test_dgc",),
+    ),
+    Fault(
+        "the nodes of a rack send through an uplink as one",
+        "commopt/simulate/racks.py",
+        "            return inside * (ranks - inside) / ranks\n",
+        "            return (ranks - inside) / ranks\n",
+        "simulate: a step on any cluster",
+        ("test_simulate_racks",),
+    ),
+    Fault(
+        "nothing beats stock DDP as soon as the trials are used up",
+        "commopt/schedule/search.py",
+        "all_tried=not hopeful",
+        "all_tried=True",
+        NEVER_SLOWER,
+        ("test_search",),
+    ),
     # ------------------------------------------------------------------------------------ non-finite values
     Fault(
         "a server judges the chunk it serves, and not those of the others",

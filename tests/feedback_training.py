@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
 from commopt import DGC, Adam, Aggregator, Cast, Compressed, Hierarchical, HookState, OneBit, PowerSGD, Quantize
+from commopt.aggregate.rows import RowFormat
 
 K = TypeVar("K")
 Vectors = dict[str, Tensor]  # by parameter name, 1-D
@@ -36,6 +37,14 @@ COMPRESSORS: dict[str, commopt.Compressor] = {
 }
 
 
+@dataclass(frozen=True, repr=False)
+class Served(Compressed):
+    """Sparse rows by way of servers, however short they are."""
+
+    def sends_to_all(self, row: RowFormat, chunk_rows: RowFormat, ranks: int) -> bool:
+        return False
+
+
 def flat(name: str, **options: Any) -> Compressed:
     return Compressed(COMPRESSORS[name], **options)
 
@@ -44,7 +53,8 @@ STRATEGIES: dict[str, Aggregator] = {
     **{name: flat(name) for name in COMPRESSORS},
     **{f"inter {name}": Hierarchical(flat(name)) for name in COMPRESSORS},
     "late 4 bits": Compressed(Quantize(4, BLOCK, start_step=6)),
-    "top 60%": Compressed(DGC(0.6)),  # more than dense float32 if four ranks sent it to all: through servers
+    "served top 5%": Served(DGC(0.05)),
+    "inter served top 5%": Hierarchical(Served(DGC(0.05))),
     "inter adam": Hierarchical(Compressed(OneBit(BLOCK), adam=Adam())),
     "rank 2": PowerSGD(2, start_step=0),
     "inter rank 2": Hierarchical(PowerSGD(2, start_step=0)),

@@ -96,6 +96,7 @@ class Machine:
     movable: bool = True
     allow: tuple[str, ...] = ()
     adopted: Tuned | None = None
+    stock: bool = True
     behind: Mapping[int, float] = field(default_factory=dict)  # steps behind exact averages, from each step on
 
     def __post_init__(self) -> None:
@@ -116,6 +117,7 @@ class Machine:
             self.allow,
             (2, 2) if self.allow else (),
             self.adopted,
+            stock=self.stock,
         )
 
     def ddp_groups(self) -> tuple[tuple[str, ...], ...]:

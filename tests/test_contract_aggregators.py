@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from itertools import cycle, islice, product
+from math import ceil
 from pathlib import Path
 
 import pytest
@@ -298,8 +299,9 @@ def count_bytes(rank: int, world_size: int, numel: int, dtype: torch.dtype) -> d
 
 
 def sent_to_all(compressor: Compressor, ranks: int, numel: int) -> bool:
-    """Return whether each rank sends its sparse row to all: two ranks do, and more where dense float32 costs more."""
-    return ranks == 2 or compressor.payload_nbytes(numel) * ranks <= 2 * 4 * numel
+    """Return whether each rank sends its sparse row to all: two ranks do, and more where it costs 16 KiB more."""
+    chunk_nbytes = compressor.of_chunk(ranks).payload_nbytes(ceil(numel / ranks))
+    return ranks == 2 or (ranks - 1) * (compressor.payload_nbytes(numel) - 2 * chunk_nbytes) <= 16 * 1024
 
 
 def exchanged_nbytes(aggregator: Aggregator, ranks: int, numel: int, dtype: torch.dtype) -> float:
@@ -312,7 +314,7 @@ def exchanged_nbytes(aggregator: Aggregator, ranks: int, numel: int, dtype: torc
         return dense * compressor.payload_nbytes(8192) / 8192
     if sent_to_all(compressor, ranks, numel):
         return ranks * (ranks - 1) * compressor.payload_nbytes(numel)
-    return 2 * ranks * (ranks - 1) * compressor.payload_nbytes(numel // ranks)
+    return 2 * ranks * (ranks - 1) * compressor.of_chunk(ranks).payload_nbytes(ceil(numel / ranks))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

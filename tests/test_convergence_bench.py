@@ -14,11 +14,14 @@ import pytest
 import torch
 
 import commopt
-from bench.evidence.convergence import local_table, plan, report
+from bench.evidence.convergence import local_table, plan, report, sparse, sparse_table
 from bench.evidence.convergence.ranks import parse_options
 from bench.evidence.convergence.report import Environment, Point, Run
 from bench.training.report import Look, Outcome
 from bench.training.strategies import require_known
+from commopt.aggregate import Buffer, Call
+from commopt.feedback import Layout
+from commopt.groups import TeamShape
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = Environment(
@@ -235,3 +238,45 @@ def test_a_short_run_goes_on_with_a_file(tmp_path: Path) -> None:
     assert stock.inter_bytes_per_step is None
     assert bf16.inter_bytes_per_step == pytest.approx(2 * 2 * bf16.parameters, rel=0.01)  # two nodes, two bytes each
     assert bf16.loss == pytest.approx(stock.loss, rel=0.05)
+
+
+def test_servers_are_compared_with_rows_to_all_seed_by_seed(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    losses = {"ddp": (2.0, 3.0, 4.0), "ToAll": (2.0, 4.0, 5.0), "ThroughServers": (2.02, 4.08, 5.15)}
+    runs = [
+        replace(made("gpt", entry.strategy, [loss], seed=seed, inter_bytes=100.0), optimizer=optimizer)
+        for optimizer in plan.OPTIMIZERS
+        for entry in sparse.ENTRIES
+        for seed, loss in enumerate(losses[entry.strategy.split("(")[0]])
+    ]
+    report.write(path, replace(ENVIRONMENT, ranks_per_node=[1] * 8), runs)
+    shown = sparse_table.markdown(path)
+    # 1, 2 and 3 %: the mean of three has an error of 1 / sqrt(3), times 4.30 for 95 %.
+    assert "| `DGC(density=0.05)`, SGD | 3.000 | 3.667 | 3.750 | +2.0 ±2.5 % | 1.00 |" in shown
+    assert shown.count("±2.5 %") == 4
+    assert "GPT, 8 ranks, 400 steps, 3 seeds" in shown
+    report.write(path, ENVIRONMENT, runs[:-1])
+    with pytest.raises(ValueError, match=r"no training of .*0.01.* with adamw, seed 2"):
+        sparse_table.markdown(path)
+
+
+def test_each_way_of_sparse_rows_is_taken_throughout() -> None:
+    assert [entry.strategy for entry in sparse.ENTRIES] == [
+        "ddp",
+        *(each.strategy for pair in sparse.PAIRS for each in pair),
+    ]
+    for numel in (1000, 10_000_000):
+        for to_all, servers in sparse.PAIRS:
+            assert to_all.aggregator
+            assert servers.aggregator
+            for ranks in (3, 8):
+                team, layout = TeamShape.of((1,) * ranks), Layout.anonymous(numel)
+                calls = [
+                    [
+                        each.primitive
+                        for each in aggregator.calls(Buffer(layout, torch.float32), team)
+                        if isinstance(each, Call)
+                    ]
+                    for aggregator in (to_all.aggregator, servers.aggregator)
+                ]
+                assert calls == [["all_gather"], ["all_to_all", "all_gather"]]

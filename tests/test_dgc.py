@@ -16,9 +16,12 @@ import torch
 from torch import Tensor
 
 import commopt
-from commopt import DGC, Aggregator, Compressed, Feedback, Hierarchical
+from commopt import DGC, Aggregator, Compressed, Feedback, Hierarchical, build_preset
 from commopt.compress import ErrorFeedback
+from commopt.feedback import Layout
+from commopt.groups import TeamShape
 from tests.chosen import Chooser, Trace, kept
+from tests.feedback_training import Served
 from tests.hook_training import assert_identical
 from tests.payloads import decode, encode
 from tests.ranks import run
@@ -249,7 +252,8 @@ class Sender:
         p = g + self.decay * self.v
         decoded = np.zeros(self.numel)
         for begin in range(0, self.numel, chunk_numel):
-            chosen = begin + largest(p[begin : begin + chunk_numel], ceil(density * chunk_numel))
+            count = max(ceil(density * chunk_numel), ceil(self.config.min_elements * chunk_numel / self.numel))
+            chosen = begin + largest(p[begin : begin + chunk_numel], count)
             decoded[chosen] = rounded(p[chosen], self.config.value_dtype)
         self.v = p - decoded
         return decoded
@@ -268,7 +272,10 @@ def density_at(config: DGC, step: int) -> float:
 
 
 def expected(config: DGC, ranks: int, gradients: Sequence[Sequence[Array]], decay: float, chunks: int) -> list[Array]:
-    """Return the result of every step for `gradients` [step][rank], in shares of the average; `chunks` have servers."""
+    """Return the result of every step for `gradients` [step][rank], in shares of the average; `chunks` have servers.
+
+    A server sends as many elements of its sum as each rank sends of the chunk.
+    """
     numel = len(gradients[0][0])
     chunk_numel = ceil(numel / chunks)
     senders = [Sender(config, numel, decay) for _ in range(ranks)]
@@ -289,10 +296,10 @@ FORMULAS: dict[str, DGC] = {
     "warmup": DGC(0.01, warmup=((2, 0.25), (2, 0.1)), **F32),
     "very sparse": DGC(0.001, **F32),
 }
-# From four ranks on, so many elements are more than a dense float32 sum: they go through servers.
 THROUGH_SERVERS: dict[str, DGC] = {
-    "16-bit values": DGC(0.6),
+    "16-bit values": DGC(0.1),
     "float32": DGC(0.4, **F32),
+    "a share of the fewest": DGC(0.01, min_elements=50, **F32),
 }
 
 
@@ -342,14 +349,18 @@ def test_the_papers_formulas(world_size: int, scaled: bool) -> None:
                 np.testing.assert_array_equal(kept(state, "matrix", NUMEL), sender.v, err_msg=f"{name}: residual")
 
 
-def test_more_than_a_dense_sum_goes_through_owners() -> None:
-    aggregators = [Compressed(config) for config in THROUGH_SERVERS.values()]
+def test_servers_choose_once_more_and_keep_the_rest() -> None:
+    """By the paper's formulas, once on each rank and once on each server, and nothing is lost in between."""
+    aggregators = [Served(config) for config in THROUGH_SERVERS.values()]
     results = run(follow, 4, aggregators, ["matrix"], False)
     for (name, config), traces in zip(THROUGH_SERVERS.items(), zip(*results, strict=True), strict=True):
-        want = expected(config, 4, shares("matrix", 4), 1.0, 4)
+        gradients = shares("matrix", 4)
+        want = expected(config, 4, gradients, 1.0, 4)
         assert_results(traces, "matrix", want, name)
-        assert not np.array_equal(want[-1], expected(config, 4, shares("matrix", 4), 1.0, 1)[-1])
-        row = config.payload_nbytes(NUMEL // 4)
+        assert not np.array_equal(want[-1], expected(config, 4, gradients, 1.0, 1)[-1])
+        residuals = sum(kept(trace.states[-1], "matrix", NUMEL).numpy() for trace in traces)
+        np.testing.assert_array_equal(np.sum(gradients, axis=(0, 1)) - np.sum(want, axis=0), residuals, err_msg=name)
+        row = config.of_chunk(4).payload_nbytes(NUMEL // 4)
         for trace in traces:
             assert trace.nbytes == [2 * 3 * row] * STEPS
 
@@ -394,9 +405,9 @@ def ragged(rank: int, world_size: int, aggregators: Sequence[Aggregator], numel:
 
 
 def test_bytes_follow_the_warmup() -> None:
-    """Two steps through servers, as so dense rows to all would be too much, and then all rows to all."""
+    """Two steps through servers, as so long rows to all would take longer, and then all rows to all."""
     config = DGC(0.01, warmup=((2, 0.7), (1, 0.1)))
-    numel = 3330
+    numel = 10_000
     for (trace,) in run(ragged, 4, [Compressed(config)], numel, 6):
         servers = 2 * 3 * config.at(0).payload_nbytes(ceil(numel / 4))  # type: ignore[union-attr]
         to_all = [3 * DGC(density).payload_nbytes(numel) for density in (0.1, 0.01)]
@@ -409,28 +420,55 @@ def test_bytes_follow_the_warmup() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
-def test_rows_go_to_all_while_that_costs_no_more_than_a_dense_sum(world_size: int) -> None:
-    """The rule's formula on both sides of its limit, which lies at 8/P bytes of row per element."""
-    numel, limit = 20_000, 8 / world_size
-    below, above = DGC((limit - 0.02) / 4), DGC(min((limit + 0.02) / 4, 0.98))
-    results = run(ragged, world_size, [Compressed(below), Compressed(above)], numel, 2)
+def test_rows_go_to_all_while_a_second_collective_takes_longer(world_size: int) -> None:
+    """On both sides of the limit: 16 KiB saved for each rank. Two ranks have no use for a server."""
+    numel = 20_000
+
+    def saved(density: float) -> int:
+        chunk_row = DGC(density).payload_nbytes(ceil(numel / world_size))
+        return (world_size - 1) * (DGC(density).payload_nbytes(numel) - 2 * chunk_row)
+
+    densities = [number / 1000 for number in range(5, 995, 5)]
+    below = next((each for each in reversed(densities) if saved(each) <= 16 * 1024), 0.5)
+    above = next((each for each in densities if saved(each) > 16 * 1024), 0.9)
+    results = run(ragged, world_size, [Compressed(DGC(below)), Compressed(DGC(above))], numel, 2)
     for few, many in results:
-        assert few.nbytes[-1] == (world_size - 1) * below.payload_nbytes(numel)
-        servers = 2 * (world_size - 1) * above.payload_nbytes(ceil(numel / world_size))
-        assert many.nbytes[-1] == (servers if world_size > 2 else above.payload_nbytes(numel))
+        assert few.nbytes[-1] == (world_size - 1) * DGC(below).payload_nbytes(numel)
+        servers = 2 * (world_size - 1) * DGC(above).payload_nbytes(ceil(numel / world_size))
+        assert many.nbytes[-1] == (servers if world_size > 2 else DGC(above).payload_nbytes(numel))
 
 
-def keep(rank: int, world_size: int, scaled: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+@pytest.mark.parametrize("nodes", [4, 8, 4096])
+@pytest.mark.parametrize("preset", ["hierarchical_dgc:density=0.05", "hierarchical_dgc:density=0.01"])
+def test_a_node_sends_about_two_rows_however_many_nodes_there_are(nodes: int, preset: str) -> None:
+    """Of a message of 100 MB; its fewest elements count once, and not once for each server."""
+    layout, aggregator = Layout.anonymous(25_000_000), build_preset(preset)
+    assert isinstance(aggregator, Hierarchical)
+    assert isinstance(aggregator.inter, Compressed)
+    row = aggregator.inter.compressor.payload_nbytes(layout.numel)
+    for team in (TeamShape.of((1,) * nodes), TeamShape.of((1,) * nodes, rank=nodes - 1)):
+        assert aggregator.wire_bytes(layout, torch.float32, team).inter <= 2.2 * row
+    short = Layout.anonymous(100_000)
+    by_hand = 2 * (nodes - 1) * 16 * ceil((4 + 4 * ceil(max(1024, 0.01 * 100_000) / nodes)) / 16)
+    few = build_preset("hierarchical_dgc:density=0.01").wire_bytes(short, torch.float32, TeamShape.of((1,) * nodes))
+    assert few.inter == by_hand or nodes == 4  # whose rows of 4 KiB go to all
+
+
+def keep(rank: int, world_size: int, aggregator: Aggregator, scaled: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return statistics and saved state after some steps."""
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if scaled else None
-    chooser = Chooser(Compressed(DGC(0.05)), SHAPES, lambda step: dyadic(rank, step, world_size), scaler=scaler)
+    chooser = Chooser(aggregator, SHAPES, lambda step: dyadic(rank, step, world_size), scaler=scaler)
     trace = chooser.run(4)
     return trace.stats, trace.states[-1]
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-def test_what_is_kept_is_counted(scaled: bool) -> None:
-    """A residual, and twice with a scaler; nothing more with more ranks."""
-    for stats, state in run(keep, 3, scaled):
-        assert stats["residual_bytes"] == 4 * NUMEL * (2 if scaled else 1)
-        assert stats["residual_norm"] == pytest.approx(float(kept(state, "matrix", NUMEL).norm()), rel=1e-5)
+@pytest.mark.parametrize("served", [False, True])
+def test_what_is_kept_is_counted(served: bool, scaled: bool) -> None:
+    """A residual, on a server also that of its chunk, and twice with a scaler; nothing more with more ranks."""
+    kind = Served if served else Compressed
+    numel = NUMEL + (NUMEL // 3 if served else 0)
+    for stats, state in run(keep, 3, kind(DGC(0.05)), scaled):
+        assert stats["residual_bytes"] == 4 * numel * (2 if scaled else 1)
+        if not served:
+            assert stats["residual_norm"] == pytest.approx(float(kept(state, "matrix", NUMEL).norm()), rel=1e-5)

@@ -45,7 +45,8 @@ CASES: list[tuple[str, str, str]] = [
     ("inter 4 bits", "2x2 interleaved", "bfloat16"),
     ("inter onebit rms", "3x2", "float32"),
     ("inter stochastic", "2x2", "float32"),
-    ("top 60%", "4", "bfloat16"),
+    ("served top 5%", "4", "bfloat16"),
+    ("inter served top 5%", "3x2", "float32"),
     ("inter top 5%", "2+1 interleaved", "float32"),
     ("inter rank 2", "3x2", "bfloat16"),
 ]

@@ -211,6 +211,34 @@ def test_keeps_stock_ddp_where_nothing_pays_and_says_so() -> None:
     assert not any(decision.warning for _, decision in TunedMachine(noise=0.01).run(300).log)
 
 
+def test_says_that_nothing_beats_stock_ddp_only_where_that_is_known() -> None:
+    def warned(machine: TunedMachine) -> bool:
+        return any(decision.warning for _, decision in machine.run(100).log)
+
+    assert warned(TunedMachine(costs=FAST, noise=0.01))
+    # What ran before is not what stock DDP sends.
+    assert not warned(TunedMachine(costs=FAST, noise=0.01, stock=False))
+    # The one trial was of a strategy that is slow here, and others were expected to be faster.
+    slow = Truth(transfers={"quantized": 20.0})
+    one_trial = TunedMachine(truth=lambda _: slow, noise=0.01, max_trials=1).run(60)
+    assert one_trial.tuned.name == "flat as found"
+    assert not warned(one_trial)
+    # Something seems faster, by less than noise explains.
+    costs = Costs({name: line(1500.0, 2e-5) for name in PRICES})
+    seen = set()
+    for seed in range(12):
+        unsure = TunedMachine(costs=costs, noise=0.03, candidates=(EXACT[0], LOSSY[0]), seed=seed).run(60)
+        base, *others = unsure.tuned.considered
+        seems_faster = any(
+            each.step_us < 0.99 * base.step_us and each.exposed_us < 0.97 * base.exposed_us
+            for each in others
+            if each.step_us and each.exposed_us and base.step_us and base.exposed_us
+        )
+        assert any(decision.warning for _, decision in unsure.log) == (not seems_faster)
+        seen.add(seems_faster)
+    assert seen == {True, False}
+
+
 def test_what_learns_more_slowly_has_to_be_that_much_faster() -> None:
     quantized, onebit = LOSSY
     assert TunedMachine(noise=0.01).run(100).plan.strategy == "quantized"

@@ -57,7 +57,7 @@ def compare(rank: int, world_size: int, names: Sequence[str], dtype: str) -> lis
     ("layout", "names", "dtype"),
     [
         ("3", ALONE, "bfloat16"),
-        ("4", ["top 60%"], "float32"),
+        ("4", ["served top 5%"], "float32"),
         ("2x2", BETWEEN, "bfloat16"),
         ("2+1", BETWEEN[2:], "float32"),
     ],

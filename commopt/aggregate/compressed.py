@@ -4,7 +4,7 @@
 A ring that carries a 16-bit or quantized sum rounds it again at every hop, so its error grows with the ranks. Here
 each rank owns one chunk: scatter the encoded chunks to their servers, add them in float32 in rank order, encode the
 sum, gather. Between two ranks a single exchange of everything moves the same bytes in one message less and spares
-the second rounding; more ranks do so with sparse payloads, while that is affordable. With feedback residuals take every
+the second rounding; more ranks do so with sparse payloads that are short. With feedback residuals take every
 rounding error: of a rank's own encoding ("worker"), of the encoding of the sum ("server", as in DoubleSqueeze, arXiv
 1905.05957) and of the final cast to a 16-bit buffer. Rows of bfloat16 may travel in fewer bytes, exactly
 (aggregate/packed.py).
@@ -43,6 +43,8 @@ from commopt.groups import Team, TeamShape, apply_scale
 from commopt.kernels.finite import all_finite, all_true
 
 _EVERYTHING = ("*",)
+_COLLECTIVE_NBYTES = 16 * 1024
+"""What a rank could send while one more collective begins: 0.13 ms at 1 Gbit/s."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -118,15 +120,27 @@ class Compressed(Aggregator):
     ) -> tuple[RowFormat, list[ErrorFeedback | None]]:
         """Average `buffer`; return the rows that travelled, and the residuals of their regions: none on one rank."""
         dtype = context.result_dtype or buffer.dtype
-        rows = self._rows(context.layout, dtype, 1, context.step)
+        row = self._rows(context.layout, dtype, 1, context.step)
         if team.size == 1:
             residual = None if self.feedback is None else context.flush(context.layout, buffer.device)
             scale_and_add(buffer, buffer, scale, residual)
-            return rows, []
-        if _exchanges(rows, context.layout, team):
-            return rows, self._exchange(rows, buffer, team, scale, context)
-        rows = self._rows(context.layout, dtype, team.size, context.step)
-        return rows, self._through_servers(rows, buffer, team, scale, context)
+            return row, []
+        chunk_rows = self._rows(context.layout, dtype, team.size, context.step)
+        if self.sends_to_all(row, chunk_rows, team.size):
+            return row, self._exchange(row, buffer, team, scale, context)
+        return chunk_rows, self._through_servers(chunk_rows, buffer, team, scale, context)
+
+    def sends_to_all(self, row: RowFormat, chunk_rows: RowFormat, ranks: int) -> bool:
+        """Return whether every rank sends one `row` to all others, rather than one of `chunk_rows` to each server.
+
+        Two ranks do. More do with a sparse row, where that takes less time: to all a rank sends (ranks - 1) rows, by
+        way of servers 2 (ranks - 1) rows of chunks in one collective more, which is less than two rows, however many
+        ranks there are. The same on all ranks, since nothing measured is in it.
+        """
+        if ranks == 2:
+            return True
+        sparse = any(region.compressor.sparse for region in row.regions)
+        return sparse and (ranks - 1) * (row.nbytes - 2 * chunk_rows.nbytes) <= _COLLECTIVE_NBYTES
 
     def _exchange(
         self, rows: RowFormat, buffer: Tensor, team: Team, scale: float, context: BufferContext
@@ -268,22 +282,22 @@ class Compressed(Aggregator):
         if buffer.nbytes == 0 or team.size == 1:
             return ()
         beside = () if self.adam is None else self.adam.calls(buffer, team)
-        rows = self._rows(buffer.layout, buffer.dtype, 1, buffer.step)
-        if _exchanges(rows, buffer.layout, team):
+        row = self._rows(buffer.layout, buffer.dtype, 1, buffer.step)
+        chunk_rows = self._rows(buffer.layout, buffer.dtype, team.size, buffer.step)
+        if self.sends_to_all(row, chunk_rows, team.size):
             return (
                 *beside,
-                *_work("encode", rows),
-                *rows.travels("all_gather", team, 1),
-                *_work("decode", rows, team.size),
+                *_work("encode", row),
+                *row.travels("all_gather", team, 1),
+                *_work("decode", row, team.size),
             )
-        rows = self._rows(buffer.layout, buffer.dtype, team.size, buffer.step)
         return (
             *beside,
-            *_work("encode", rows),
-            *rows.travels("all_to_all", team, team.size),
-            *_work("recode", rows),
-            *rows.travels("all_gather", team, 1),
-            *_work("decode", rows),
+            *_work("encode", row),
+            *chunk_rows.travels("all_to_all", team, team.size),
+            *_work("recode", row),
+            *chunk_rows.travels("all_gather", team, 1),
+            *_work("decode", row),
         )
 
     @classmethod
@@ -367,23 +381,6 @@ def _report_finite(rows: RowFormat, payloads: Tensor, buffer: Tensor, context: B
     finite = all_true(flags)
     mark_non_finite(buffer, finite)
     context.report(finite)
-
-
-def _exchanges(rows: RowFormat, layout: Layout, team: TeamShape) -> bool:
-    """Return whether every rank sends one row to all others, rather than a chunk to each server."""
-    if team.size == 2:
-        return True
-    sparse = any(region.compressor.sparse for region in rows.regions)
-    return sparse and affordable_to_all(rows.nbytes, layout.numel, team.size)
-
-
-def affordable_to_all(row_nbytes: int, numel: int, ranks: int) -> bool:
-    """Return whether to send a sparse row to all: while that takes no more bytes than a dense float32 all_reduce.
-
-    (ranks - 1) row_nbytes <= 2 (ranks - 1) / ranks * 4 numel. Beyond, chunks go to servers, which encode the sum once
-    more: less than two rows sent by each rank, however many there are (as in Ok-Topk, arXiv 2201.07598).
-    """
-    return row_nbytes * ranks <= 8 * numel
 
 
 def _work(kind: WorkKind, rows: RowFormat, times: int = 1) -> tuple[Action, ...]:

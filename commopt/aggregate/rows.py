@@ -165,7 +165,8 @@ def row_format(
     plain = Cast(dtype) if dtype.itemsize < torch.float32.itemsize else Exact()
     regions: list[Region] = []
     offset = 0
-    for encoder, spans in zip((compressor, plain), split(layout, compressor, dtype, dense), strict=True):
+    encoders = (compressor.of_chunk(chunks), plain)
+    for encoder, spans in zip(encoders, split(layout, compressor, dtype, dense), strict=True):
         if spans:
             selected = layout.select(spans)
             chunk_numel = ceil(selected.numel / (chunks * encoder.granularity)) * encoder.granularity

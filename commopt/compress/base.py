@@ -127,7 +127,7 @@ class Compressor(ConciseRepr, ABC):
     """Whether float32 values survive as they are."""
 
     sparse: ClassVar[bool] = False
-    """Whether rows are short enough for every rank to send its own to all, which spares encoding the sum."""
+    """Whether rows may be so short that every rank sends its own to all, which spares encoding the sum."""
 
     @cached_property
     def stochastic(self) -> bool:
@@ -141,6 +141,13 @@ class Compressor(ConciseRepr, ABC):
         An aggregator then decodes the elements that no rank has ever touched to zero itself.
         """
         return None
+
+    def of_chunk(self, chunks: int) -> Compressor:
+        """Return the compressor of each of the `chunks` chunks of a message: itself, unless it counts by the message.
+
+        Its repr is no name of its work.
+        """
+        return self
 
     def should_compress(self, shape: tuple[int, ...]) -> bool:
         """Return whether parameters of this shape (() when unknown) are worth compressing at all."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import ClassVar
 
 import torch
@@ -25,7 +26,8 @@ class DGC(Compressor):
     rank is not implemented: trainings learned no better with it than with the optimizer's.
 
     density: the share of elements that is sent, in (0, 1]; of a chunk of n elements exactly ceil(density n),
-    min_elements: but no fewer than this, which is for chunks so small that a message takes as long as an empty one.
+    min_elements: but no fewer than this of a message, or their share of each of its chunks: for messages so small that
+        they take as long as an empty one.
     warmup: (steps, density) one after the other before `density` is in force; ((100, 0.25), (100, 0.0625)) for 200.
     value_dtype: how values travel: torch.bfloat16, torch.float16 (more exact, but inf above 65504, loss scale
         included), or torch.float32. The residual gets what rounding takes away, too.
@@ -72,6 +74,10 @@ class DGC(Compressor):
             begin += steps
         return begin, self.density
 
+    def of_chunk(self, chunks: int) -> Compressor:
+        """Return the one whose `min_elements` are a chunk's share of those of the message."""
+        return replace(self, min_elements=ceil(self.min_elements / chunks))
+
     def should_compress(self, shape: tuple[int, ...]) -> bool:
         """Not one dimension: biases and the weights of norms are few and matter at once."""
         return len(shape) != 1
@@ -113,8 +119,8 @@ class DGC(Compressor):
         """Return the cost of its work: values and residual in, p out and read again; the selected few hardly count."""
         value, wire = 4, self.payload_nbytes(2**20) / 2**20
         encode = KernelCost(4 * value + wire, 9)
-        # A message to all is decoded with those of all ranks into one result.
-        decode = KernelCost(wire + value / ranks, 1)
+        # Between two ranks both messages are decoded into one result; more ranks have servers for all but the shortest.
+        decode = KernelCost(wire + (value / ranks if ranks == 2 else value), 1)
         return {"encode": encode, "decode": decode, "recode": KernelCost(wire + (value + encode.nbytes) / ranks, 10)}
 
     def squared_error(self, values: Tensor) -> float:

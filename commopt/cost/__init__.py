@@ -4,7 +4,7 @@
 from commopt.cost.curve import Curve, LineSegment, Point
 from commopt.cost.links import PRIMITIVES, LinkCost, LinkKey, Links, LinksHeader, WorkKey, ring
 from commopt.cost.nominal import Speeds, nominal_links, tree_us
-from commopt.cost.pricing import Cost, Pricing, cost, price
+from commopt.cost.pricing import Cost, Pricing, cost, first_node, price
 
 __all__ = [
     "PRIMITIVES",
@@ -20,6 +20,7 @@ __all__ = [
     "Speeds",
     "WorkKey",
     "cost",
+    "first_node",
     "nominal_links",
     "price",
     "ring",

@@ -104,7 +104,7 @@ class Pricing:
 
     def inter_nbytes(self, layout: Layout) -> int:
         """Return the bytes that all ranks of the first node together send to other nodes."""
-        ranks = _first_node(self._shape)
+        ranks = first_node(self._shape)
         return sum(self._aggregator.wire_bytes(layout, self._dtype, rank, self._device).inter for rank in ranks)
 
     def _depends_on_names(self, layout: Layout) -> bool:
@@ -117,7 +117,7 @@ class Pricing:
     def _rank_classes(self, layout: Layout) -> list[_RankClass]:
         """Return the ranks that can be the slowest, those alike as one."""
         found: dict[tuple[int, Directions], _RankClass] = {}
-        shapes = _first_node(self._shape) if self._shape.uniform else _leaders(self._shape)
+        shapes = first_node(self._shape) if self._shape.uniform else _leaders(self._shape)
         for shape, steps in zip(shapes, self._directions(layout, shapes), strict=True):
             key = (shape.intra.size if shape.intra is not None else 1, steps)
             known = found.get(key, _RankClass(shape, steps, 0))
@@ -199,8 +199,8 @@ def _is_inter(step: Action) -> bool:
     return isinstance(step, Call) and step.level == "inter"
 
 
-@lru_cache(maxsize=4)  # by identity: at thousands of ranks this takes longer than all the prices
-def _first_node(shape: TeamShape) -> tuple[TeamShape, ...]:
+@lru_cache(maxsize=8)  # by identity: at thousands of ranks this takes longer than all the prices
+def first_node(shape: TeamShape) -> tuple[TeamShape, ...]:
     """Return the shape as each rank of the first node sees it: where nodes are alike, all others do the same."""
     return tuple(shape.seen_from(rank) for rank in range(shape.ranks_per_node[0]))
 

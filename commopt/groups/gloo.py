@@ -54,8 +54,8 @@ def reduce_scatter(output: Tensor, source: Tensor, group: dist.ProcessGroup) -> 
 def all_reduce(tensor: Tensor, group: dist.ProcessGroup, scale: float = 1.0) -> None:
     """Set `tensor` (1-D) to `scale * sum`, with the same bits on every rank.
 
-    Long chunks go through gloo's own ring. Otherwise every rank adds up one chunk, in rank order, and the sums go round
-    a ring. Each rank scales its own values first. 16-bit floats are added in float32 and rounded once.
+    Where gloo's own all_reduce is not used, every rank adds up one chunk, in rank order, and the sums go round a ring.
+    Each rank scales its own values first. 16-bit floats are added in float32 and rounded once.
     """
     if _use_gloo_ring(tensor, group):
         dist.all_reduce(apply_scale(tensor, scale), group=group)
@@ -101,13 +101,14 @@ def lost_peers(group: dist.ProcessGroup) -> list[int]:
 
 
 def _use_gloo_ring(tensor: Tensor, group: dist.ProcessGroup) -> bool:
-    """Return whether gloo's own all_reduce is faster: for long chunks that need not be added in float32.
+    """Return whether to call gloo's own all_reduce, as stock DDP does: always, but for two kinds of messages.
 
-    Its ring has one connection each way, in C++: nothing waits for the slowest of many that share a link. Two ranks
-    share none, and their sums take a step less.
+    It would add 16-bit floats in their own dtype. Between two ranks the exchange of short messages takes a step less.
+    Gloo's ring crosses each border between racks or sites once, where an exchange of all with all crosses it more often
+    the more nodes there are (docs/simulator.md).
     """
-    long_chunk = _LONG_CHUNK_NBYTES if group.size() == 2 else _PACED_FROM_NBYTES
-    return tensor.nbytes >= group.size() * long_chunk and tensor.dtype not in _ADDED_IN_FLOAT32
+    short = group.size() == 2 and tensor.nbytes < 2 * _LONG_CHUNK_NBYTES
+    return not short and tensor.dtype not in _ADDED_IN_FLOAT32
 
 
 def _room_for(chunk: Tensor, group: dist.ProcessGroup) -> list[Tensor]:

@@ -96,6 +96,7 @@ class Search:
     nodes: ranks on each node.
     adopted: the result of an earlier tuning, to start from.
     optimizer: as Tuned has it.
+    stock: whether the first candidate, in DDP's own buckets, sends what DDP without a hook would.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class Search:
         nodes: tuple[int, ...] = (),
         adopted: Tuned | None = None,
         optimizer: str = "",
+        stock: bool = True,
     ) -> None:
         self._candidates = {candidate.strategy: candidate for candidate in candidates}
         self._default = candidates[0]
@@ -118,6 +120,7 @@ class Search:
         self._nodes = nodes
         self._tuned = adopted
         self._optimizer = optimizer
+        self._stock = stock
         self._plan = None if adopted is None else adopted.plan
         self._began: int | None = None
         self._why = "" if adopted else "first plan"  # the reason for the next search
@@ -180,7 +183,7 @@ class Search:
         elif (before := search.to_confirm()) is not None:
             trial = before
         else:
-            return self._conclude(search, step)
+            return self._conclude(search, step, all_tried=not hopeful)
         search.running = trial
         self._plan = trial.planned
         step_us, exposed_us = trial.expected_us or (search.base.step.value, search.base.exposed.value)
@@ -215,7 +218,8 @@ class Search:
         saves = exposed_us < (1 - LEAST_SHARE) * search.base.exposed.value or search.before.lossy
         return saves and candidate.steps * step_us <= most * search.fastest.to_loss.value
 
-    def _conclude(self, search: _Comparison, step: int) -> Decision:
+    def _conclude(self, search: _Comparison, step: int, *, all_tried: bool) -> Decision:
+        """End the search. all_tried: whether no hopeful candidate is left."""
         best = choose(search.tried)
         others = [each for each in search.tried[1:] if each.measured is not None]
         seems_better = best is search.before and any(pays(search.before, each, errors=0) for each in others)
@@ -228,12 +232,12 @@ class Search:
         predicted = best.result.predicted(self.costs)
         self._plan = replace(best.planned, predicted=predicted)
         found = best.planned.origin == "found"
-        as_stock = bool(self._allow) and found and best.planned.strategy == self._default.strategy
+        as_found = bool(self._allow) and found and best.planned.strategy == self._default.strategy
         warning = ""
         if best is search.before:
             gain = f"{LEAST_SHARE:.0%} of the exposed communication" if others else f"{LEAST_GAIN:.0%} of a step"
             reason = f"{search.why}: {best}, as before: nothing {'tried' if others else 'else'} saves {gain}"
-            if as_stock and not self._warned:
+            if as_found and self._stock and all_tried and not seems_better and not self._warned:
                 warning, self._warned = f"{_STOCK} ({best.words})", True
         else:
             reason = f"{search.why}: {best}: {search.before.words} -> {best.words}"
@@ -244,7 +248,7 @@ class Search:
                 nodes=self._nodes,
                 steps=step + 1 - (self._began or 0),
                 considered=self._considered(search),
-                plan=None if as_stock else self._plan,
+                plan=None if as_found else self._plan,
                 reason=reason,
                 optimizer=self._optimizer,
             )

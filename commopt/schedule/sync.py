@@ -249,6 +249,7 @@ class Coordinator:
             nodes=self._team.ranks_per_node,
             adopted=point.tuned,
             optimizer=point.optimizer,
+            stock=_sends_as_stock(self._team, point.dtype),
         )
 
     def _time_messages(self, point: SyncPoint, aggregators: Mapping[str, Aggregator]) -> dict[str, Points]:
@@ -263,3 +264,12 @@ class Coordinator:
         if self.is_leader:
             _log.info("timed messages here in %.1f s; training continues", perf_counter() - begun_s)
         return points
+
+
+def _sends_as_stock(team: Team, dtype: torch.dtype) -> bool:
+    """Return whether Flat() makes DDP's own calls: not where its ring goes node by node and DDP's by rank.
+
+    Nor with 16-bit floats over gloo, which are added in float32.
+    """
+    in_order = list(team.ranks) == sorted(team.ranks)
+    return in_order and (dtype.itemsize > 2 or team.backend(team.default_device) != "gloo")

@@ -89,6 +89,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--socket-gbps", type=number(), metavar="G", help="the most that a TCP connection carries (default: no limit)")
     add("--connections", type=whole(1, 2**20), metavar="N", help="of a ring: channels x sockets (default 2)")
     add("--rings", dest="trees", action="store_false", default=None, help="no trees, as NCCL before 2.4")
+    add("--racks", type=whole(1, MOST_GPUS), metavar="N", help="among which the nodes are divided (default 1)")
+    shared = "rate of all nodes of a rack over that of its uplink, 4 for 4:1 (default 1)"
+    add("--oversubscription", type=number(least=1.0), metavar="X", help=shared)
     add("--links", type=Path, metavar="FILE", help="links that `commopt probe` measured, in place of all these")
 
 
@@ -116,6 +119,8 @@ def _simulate(options: argparse.Namespace) -> None:
     computed = f"{workload.compute_us / 1e3:.1f} ms of computation"
     report.show(f"{workload.name} on nodes of {options.gpus_per_node} GPUs, {each}, {computed}", points)
     links = "measured" if isinstance(cluster.links, Links) else str(cluster.links)
+    for line in scaling.lost_to_racks(strategies, batch):
+        print(*wrap(line, WIDTH), sep="\n")
     for line in (f"computation: {workload.note}", f"network: {links}; {options.overhead_us:g} us for each bucket"):
         print(*wrap(line, WIDTH), sep="\n")
     if options.output is not None:
@@ -153,6 +158,8 @@ def _links(options: argparse.Namespace) -> NetworkSpec | Links:
         raise ConfigurationError("the network is missing; pass --nic, for example --nic 25gbps, or --links FILE")
     if options.connections is not None and options.socket_gbps is None:
         raise ConfigurationError("--connections needs --socket-gbps, the rate of each one")
+    if options.oversubscription is not None and options.racks is None:
+        raise ConfigurationError("--oversubscription needs --racks, among which the nodes are divided")
     return NetworkSpec(**{"intra_gb_per_s": INTRA_GB_PER_S["nvlink3"]} | given)
 
 

@@ -13,6 +13,7 @@ from commopt.cost import Curve, LineSegment, LinkKey, Links, Speeds, WorkKey, no
 from commopt.document import require_whole
 from commopt.errors import ConfigurationError, did_you_mean
 from commopt.groups import TeamShape
+from commopt.simulate.racks import Racks
 
 INTRA_GB_PER_S: Mapping[str, float] = {
     "pcie3": 10.0,
@@ -85,6 +86,8 @@ class NetworkSpec:
     socket_gbps: the most that one TCP connection carries; infinite with RDMA.
     connections: of a ring, from one rank to the next on another node: NCCL's channels times the sockets of each.
     trees: whether all_reduce may go along a double tree where that is faster than the ring, as with NCCL from 2.4 on.
+    racks: among which the nodes are divided; neighbours share one.
+    oversubscription: the rate of all ports of a rack over that of its uplink to the others.
     """
 
     nic_gbps: float
@@ -96,6 +99,8 @@ class NetworkSpec:
     socket_gbps: float = inf
     connections: int = 2
     trees: bool = True
+    racks: int = 1
+    oversubscription: float = 1.0
 
     def __post_init__(self) -> None:
         if not 0 < self.efficiency <= 1:
@@ -107,17 +112,23 @@ class NetworkSpec:
         require_whole(self.nics, 1, "nics")
         require_whole(self.connections, 1, "connections")
         self._speeds(self._line_gbps)  # which checks the others
+        Racks(self.racks, self.oversubscription)  # so do racks
+
+    @property
+    def in_racks(self) -> Racks:
+        """The racks, as data."""
+        return Racks(self.racks, self.oversubscription)
 
     def links(self, shape: TeamShape) -> Links:
         """Return the nominal links of a cluster of this shape, each at the rate that its connections give; no work."""
         at_line = nominal_links(shape, self._speeds(self._line_gbps))
         rates_gbps = {key: self.node_gbps(key) for key in at_line.curves}
         at_rate = {gbps: nominal_links(shape, self._speeds(gbps)).curves for gbps in {*rates_gbps.values()}}
-        curves = {key: at_rate[gbps][key] for key, gbps in rates_gbps.items()}
+        curves = {key: self._over_uplinks(at_rate[gbps][key], key, shape) for key, gbps in rates_gbps.items()}
         if self.trees:
             for key, ring in curves.items():
                 if key.primitive == "all_reduce" and key.level != "intra" and shape.node_count > 1:
-                    curves[key] = _lower(self._tree(key, shape), ring)
+                    curves[key] = _lower(self._over_uplinks(self._tree(key, shape), key, shape), ring)
         return Links(at_line.header, curves, nominal=True)
 
     def node_gbps(self, key: LinkKey) -> float:
@@ -132,6 +143,14 @@ class NetworkSpec:
 
     def _speeds(self, node_gbps: float) -> Speeds:
         return Speeds(node_gbps, self.intra_gb_per_s, self.nics, self.inter_latency_us, self.intra_latency_us)
+
+    def _over_uplinks(self, curve: Curve, key: LinkKey, shape: TeamShape) -> Curve:
+        """Return a line that is no faster than the uplink of the largest rack, which a tree crosses as a ring does."""
+        nodes = self.in_racks.nodes_in_one(shape.node_count)
+        uplink = self._speeds(nodes * self._line_gbps / self.oversubscription).node
+        (line,) = curve.segments
+        beta = max(line.beta_us_per_byte, self.in_racks.crossing(key, shape) * uplink.beta_us_per_byte)
+        return Curve.linear(line.alpha_us, beta)
 
     def _tree(self, key: LinkKey, shape: TeamShape) -> Curve:
         speeds = self._speeds(self.node_gbps(key))
@@ -167,6 +186,11 @@ class ClusterSpec:
 
     def __post_init__(self) -> None:
         require_whole(self.gpus_per_node, 1, "gpus_per_node")
+
+    @property
+    def in_racks(self) -> Racks:
+        """Its racks: one where links were measured."""
+        return self.links.in_racks if isinstance(self.links, NetworkSpec) else Racks()
 
     def shape(self, nodes: int) -> TeamShape:
         """Return the shape of so many nodes."""

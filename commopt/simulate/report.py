@@ -21,12 +21,14 @@ CAPTION = (
     "which nothing hides.\nMB sent: by a node to others in a step, in brackets in the one that sends most. "
     "% of GPU: samples per second of each GPU against one GPU by itself."
 )
+RACKS_CAPTION = " MB up: by a rack to others in a step."
 
 
 def show(title: str, rows: Sequence[ScalingPoint]) -> None:
     """Print a table of all rows, and below it the notes on their figures."""
-    headings = ["strategy", "nodes", "step ms", "waiting ms", "exposed ms", "MB sent", "samples /s"]
-    show_table(title, [[*headings, "% of GPU"], *map(_cells, rows)], 1, CAPTION, sys.stdout)
+    headings = ["strategy", "nodes", "step ms", "waiting ms", "exposed ms", "MB sent", "MB up", "samples /s"]
+    caption = CAPTION + (RACKS_CAPTION if any(row.uplink_bytes_per_rack for row in rows) else "")
+    show_table(title, [[*headings, "% of GPU"], *map(_cells, rows)], 1, caption, sys.stdout)
     notes = list(dict.fromkeys(note for row in rows for note in row.outcome.notes))
     for note in notes[:_MOST_NOTES]:
         print(*wrap(f"note: {note}", WIDTH), sep="\n")
@@ -42,6 +44,7 @@ def _cells(row: ScalingPoint) -> list[str]:
         str(row.nodes),
         *(f"{time_us / 1e3:.1f}" for time_us in times_us),
         _sent(outcome.inter_bytes_per_node, outcome.peak_inter_bytes_per_node),
+        f"{row.uplink_bytes_per_rack / 1e6:.1f}" if row.uplink_bytes_per_rack else "",
         significant(row.samples_per_s, 4) if row.batch else "-",
         f"{row.gpu_efficiency:.1%}",
     ]

@@ -32,6 +32,9 @@ FLAGGED = ("onebit", "dgc", "hierarchical_onebit", "hierarchical_dgc")
 they send of a large model (docs/evidence/convergence.md). No group has them: none is called the fastest."""
 DEFAULT = ("stock", "lossless", "hierarchical_bf16", "hierarchical_quantized", "hierarchical_powersgd", "lossy")
 
+_SEARCHED_GPUS = 4096
+"""Of the largest cluster in which compression may yet be lost to racks."""
+
 BucketSource = Literal["ddp", "planned"]
 
 
@@ -107,6 +110,7 @@ class ScalingPoint:
     samples_per_s: of all ranks; 0 when the batch is unknown.
     gpu_efficiency: against one GPU with the same batch.
     node_efficiency: against one node with the same strategy and the same batch for each rank.
+    uplink_bytes_per_rack: payload that the largest rack sends to others in a step; 0 where there is one rack.
     """
 
     strategy: str
@@ -118,6 +122,7 @@ class ScalingPoint:
     samples_per_s: float
     gpu_efficiency: float
     node_efficiency: float
+    uplink_bytes_per_rack: int = 0
 
     @property
     def exposed_share(self) -> float:
@@ -161,7 +166,27 @@ class Scaling:
             samples_per_s=ranks * workload.samples / outcome.step_us * 1e6,
             gpu_efficiency=workload.compute_us / outcome.step_us,
             node_efficiency=self._fastest(1, strategy, batch)[1].step_us / outcome.step_us,
+            uplink_bytes_per_rack=self._uplink_bytes(nodes, chosen, workload),
         )
+
+    def lost_to_racks(self, strategies: Sequence[Strategy], batch: int) -> list[str]:
+        """Say of each preset that compresses from how many nodes on it sends as much out of a rack as stock DDP."""
+        racks, workload = self._cluster.in_racks, self._workload(batch)
+        lines = []
+        for preset in dict.fromkeys(each.choices[0] for each in strategies if len(each.choices) == 1):
+            aggregator, most_nodes = preset.build(), _SEARCHED_GPUS // self._cluster.gpus_per_node
+            if aggregator.lossless:
+                continue
+            nodes = racks.saves_none_from(aggregator, workload.layout, workload.dtype, self._shape, most_nodes)
+            if nodes is not None:
+                lines.append(
+                    f"racks: from {nodes} nodes on, {nodes // racks.count} in each, {preset} sends as many bytes over "
+                    f"an uplink as stock: exchanges cross it once for each node of the rack, a ring once"
+                )
+        return lines
+
+    def _uplink_bytes(self, nodes: int, choice: PresetChoice, workload: Workload) -> int:
+        return self._cluster.in_racks.uplink_bytes(choice.build(), workload.layout, workload.dtype, self._shape(nodes))
 
     def _fastest(self, nodes: int, strategy: Strategy, batch: int) -> tuple[PresetChoice, SimulatedStep]:
         steps = {choice: self._step(nodes, choice, batch) for choice in strategy.choices}

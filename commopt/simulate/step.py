@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -199,7 +198,7 @@ class Simulation:
         elif wanted == "planned":
             # A hook measures the times of the slowest rank, and plans with them.
             units = [replace(unit, ready_us=factor * unit.ready_us) for unit in workload.units]
-            groups = best_plan(units, self._costs(units), spare=SPARE).groups
+            groups = best_plan(units, self._costs(workload.dtype), spare=SPARE).groups
         elif isinstance(wanted, str):
             raise ConfigurationError(f"buckets={wanted!r} must be 'ddp', 'planned', or groups of parameter names")
         else:
@@ -212,12 +211,9 @@ class Simulation:
             )
         return tuple(Bucket(names, sum(nbytes[name] for name in names)) for names in found)
 
-    def _costs(self, units: Iterable[Unit]) -> Costs:
-        """Return the costs that an adaptive hook plans with when its prices are right: of the dtype of most bytes."""
-        nbytes: Counter[str] = Counter()
-        for unit in units:
-            nbytes[unit.dtype] += unit.nbytes
-        return Costs({repr(self._aggregator): self._prices(nbytes.most_common(1)[0][0])}, self._overhead_us)
+    def _costs(self, dtype: torch.dtype) -> Costs:
+        """Return the costs that an adaptive hook plans with when its prices are right, for gradients of `dtype`."""
+        return Costs({repr(self._aggregator): self._prices(str(dtype))}, self._overhead_us)
 
     def _price_table(self, dtype: str) -> PriceTable:
         largest = self._layout.numel * dtype_named(dtype).itemsize

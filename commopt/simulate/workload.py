@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -87,6 +88,14 @@ class Workload:
                 f"workload {self.name!r}: {first.names[0]!r} is ready after {first.ready_us:g} us, but the optimizer "
                 f"takes {self.optimizer_us:g} us before; count ready times from the beginning of the step"
             )
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """The dtype of most bytes."""
+        nbytes: Counter[str] = Counter()
+        for unit in self.units:
+            nbytes[unit.dtype] += unit.nbytes
+        return dtype_named(nbytes.most_common(1)[0][0])
 
     @cached_property
     def compute_us(self) -> float:

@@ -12,7 +12,7 @@ from types import ModuleType
 
 from bench.demo import local_ranks
 from bench.environment import end_when_told, machine
-from bench.evidence.convergence import large_table, local_table, plan, rates, report
+from bench.evidence.convergence import large_table, local_table, plan, rates, report, sparse_table
 from bench.evidence.convergence.ranks import parse_options
 from bench.training import report as link_report
 from commopt.cluster import EmulatedCluster
@@ -64,7 +64,12 @@ def link_outcomes(options: argparse.Namespace) -> Sequence[link_report.Outcome]:
 
 def _tables(options: argparse.Namespace) -> ModuleType:
     """Return what prints the table of such a file."""
-    chosen = {large_table: options.large, local_table: options.local_sgd, rates: options.rates}
+    chosen: dict[ModuleType, bool] = {
+        large_table: options.large,
+        local_table: options.local_sgd,
+        sparse_table: bool(options.second_selection),
+        rates: options.rates,
+    }
     return next((module for module, is_chosen in chosen.items() if is_chosen), report)
 
 

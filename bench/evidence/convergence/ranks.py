@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 import bench.evidence.convergence
 import commopt
 from bench.environment import gather, slowest_rank_ms
-from bench.evidence.convergence import large, plan, report
+from bench.evidence.convergence import large, plan, report, sparse
 from bench.evidence.convergence.plan import Case, Training, cases
 from bench.evidence.convergence.report import Point, Run
 from bench.training.strategies import enter
@@ -60,6 +60,12 @@ def parse_options() -> argparse.Namespace:
     which.add_argument(
         "--local-sgd", action="store_true", help="LocalSGD by period and compressor, with AdamW, instead"
     )
+    which.add_argument(
+        "--second-selection",
+        type=whole(3, 64),
+        metavar="RANKS",
+        help="sparse rows to all against servers, on so many nodes of one rank, instead",
+    )
     names = [task.name for task in (*plan.TASKS, *plan.SHARDED_TASKS, *large.TASKS)]
     parser.add_argument("--task", choices=names, help="one task only")
     parser.add_argument("--seeds", type=whole(1), default=len(plan.SEEDS), help="seeds 0, 1, ... (default %(default)s)")
@@ -77,6 +83,8 @@ def parse_options() -> argparse.Namespace:
         options.ranks_per_node = large.RANKS_PER_NODE
     elif options.local_sgd:
         tasks, known = (plan.GPT,), plan.LOCAL_ENTRIES
+    elif options.second_selection:
+        tasks, known, options.ranks_per_node = (plan.GPT,), sparse.ENTRIES, (1,) * options.second_selection
     if options.task not in (None, *(task.name for task in tasks)):
         parser.error(f"--task {options.task} is not among {', '.join(task.name for task in tasks)}")
     tasks = plan.quick(tasks) if options.quick else tasks
