@@ -62,8 +62,8 @@ class _Program:
 
 
 @dataclass(eq=False)
-class _Bucket:
-    """One kind of bucket: how often it went the plain way, its program, and whether it shall have none."""
+class _Seen:
+    """One bucket: how often it went the plain way, its program, and whether it shall have none."""
 
     times: int = 0
     captures: int = 0
@@ -85,7 +85,7 @@ class Replays:
         self.moves = moves
         self.count = count
         self._failed = False  # one warning is enough
-        self._buckets: dict[Hashable, _Bucket] = {}
+        self._buckets: dict[Hashable, _Seen] = {}
 
     def replay(self, task: Reduction) -> bool:
         """Average the bucket of `task` by its graphs, on the current stream; return False where there are none yet.
@@ -99,7 +99,7 @@ class Replays:
         key = self._key(task)
         bucket = self._buckets.get(key)
         if bucket is None:
-            bucket = self._buckets[key] = _Bucket(alive=[task.aggregator, task.team])
+            bucket = self._buckets[key] = _Seen(alive=[task.aggregator, task.team])
         if bucket.never or not self._is_settled(task):
             return False
         program = bucket.program
@@ -145,7 +145,7 @@ class Replays:
 
     # ------------------------------------------------------------------------------------- capture
 
-    def _captured(self, task: Reduction, bucket: _Bucket) -> _Program | None:
+    def _captured(self, task: Reduction, bucket: _Seen) -> _Program | None:
         """Capture the bucket if it is time; what the host keeps is then as after `Reduction.average`."""
         store, transaction = self.store, self.store.transaction
         try:
