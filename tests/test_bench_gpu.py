@@ -245,6 +245,19 @@ def test_one_archive_has_all_results(place: Place) -> None:
         assert words.read() == b"words\n"
 
 
+def test_the_archive_may_be_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(command_line, "steps", lambda build: [step("a", "")])
+    arguments = ["--out", str(tmp_path / "out"), "--archive", str(tmp_path / "all.tar.gz")]
+    assert run_main(monkeypatch, *arguments) == 0
+    with tarfile.open(tmp_path / "all.tar.gz") as archive:
+        assert sorted(archive.getnames()) == ["a.log", FILE]
+    assert not (tmp_path / "out" / ARCHIVE).exists()
+    assert "a" in capsys.readouterr().out.split()
+
+
 @pytest.mark.parametrize("text", ["", "{}\n", '{"record": "environment", "kind": "kernels"}\n', "no JSON\n"])
 def test_a_file_of_another_program_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / FILE).write_text(text)

@@ -17,9 +17,9 @@ import bench.gpu
 from bench.environment import machine
 from bench.gpu.report import FILE, print_tables
 from bench.gpu.runner import Place
-from bench.gpu.session import Step, session
+from bench.gpu.session import ARCHIVE, Step, session
 from bench.gpu.steps import steps
-from commopt.command_line import CommandParser, number
+from commopt.command_line import CommandParser, number, output_file
 
 _UNUSABLE = 2
 _ONLY = "take these steps alone, in this order; others' outcomes stay"
@@ -29,6 +29,8 @@ def main() -> int:
     """Take the chosen steps; return 1 when one of them fell through, 2 where there is no GPU."""
     parser = CommandParser(prog="python -m bench.gpu", description=(bench.gpu.__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("build/gpu"), metavar="FOLDER", help="default build/gpu")
+    packed = f"of all that is in --out, written anew after each step (default: {ARCHIVE} there)"
+    parser.add_argument("--archive", type=output_file, metavar="FILE", help=packed)
     parser.add_argument("--only", metavar="STEP[,STEP...]", help=_ONLY)
     parser.add_argument("--limit-s", type=number(), metavar="S", help="of all steps together (default: none)")
     parser.add_argument("--build", type=Path, metavar="FOLDER", help="compile first, and install into FOLDER alone")
@@ -50,7 +52,7 @@ def main() -> int:
     command = shlex.join(["python", "-m", "bench.gpu", *sys.argv[1:]])
     try:
         with _ending_when_told():
-            order, place = [step.name for step in known], Place(options.out, options.build)
+            order, place = [step.name for step in known], Place(options.out, options.build, options.archive)
             outcomes = session(chosen, place, options.limit_s, {**machine(), "command": command}, order)
     except ValueError as error:  # the file in --out is another's
         parser.error(str(error))

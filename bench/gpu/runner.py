@@ -120,10 +120,14 @@ CUDA_TOOLS = Path("/usr/local/cuda/bin")  # where nvcc and compute-sanitizer are
 
 @dataclass(frozen=True)
 class Place:
-    """Folders of a session: `out` has all that steps write and print, in `build` commopt is installed."""
+    """Where a session is: `out` has all that steps write and print, in `build` commopt is installed.
+
+    archive: a file with everything in `out`; None for one that is there too.
+    """
 
     out: Path
     build: Path | None = None
+    archive: Path | None = None
 
     @property
     def python(self) -> Path:

@@ -163,7 +163,7 @@ def session(
             known = merged(before, list(outcomes.values()), order)
             facts = next((each.facts for each in known if each.name == "machine"), {})
             write(file, {**environment, **facts}, known)
-            pack(place.out)
+            pack(place)
 
     try:
         for group in groups(steps):
@@ -174,7 +174,7 @@ def session(
                 for done in [pool.submit(one, step) for step in group]:
                     done.result()
     finally:
-        pack(place.out)
+        pack(place)
     return [outcomes[step.name] for step in steps]
 
 
@@ -199,14 +199,15 @@ def groups(steps: Sequence[Step]) -> list[list[Step]]:
     return found
 
 
-def pack(out: Path) -> None:
-    """Put all results into one archive beside them; a writer that is killed leaves the old one."""
-    unfinished = out / f"{ARCHIVE}.unfinished"
+def pack(place: Place) -> None:
+    """Put all results into one archive; a writer that is killed leaves the old one."""
+    packed = place.archive or place.out / ARCHIVE
+    unfinished = packed.with_name(f"{packed.name}.unfinished")
     with tarfile.open(unfinished, "w:gz") as archive:
-        for file in sorted(out.iterdir()):
-            if file.is_file() and not file.name.endswith(".unfinished") and file.name != ARCHIVE:
+        for file in sorted(place.out.iterdir()):
+            if file.is_file() and not file.name.endswith(".unfinished") and file.name != packed.name:
                 archive.add(file, file.name)
-    unfinished.replace(out / ARCHIVE)
+    unfinished.replace(packed)
 
 
 def _say(outcome: Outcome, place: Place) -> None:
