@@ -16,6 +16,7 @@ from commopt.concise_repr import ConciseRepr
 from commopt.errors import ConfigurationError
 from commopt.feedback import BufferContext, Layout, ResidualStore, Spans, scale_and_add
 from commopt.groups import Team, TeamShape, WireBytes, apply_scale
+from commopt.kernels.finite import all_finite
 
 if TYPE_CHECKING:
     from commopt.aggregate.adam import Adam
@@ -296,7 +297,7 @@ class Flat(Aggregator):
             parts = [output[begin:end] for begin, end in own.spans]
             values = torch.cat(parts)
             scale_and_add(values, values, 1.0, residual)
-            context.report(values.isfinite().all())
+            context.report(all_finite(values))
             torch._foreach_copy_(parts, list(values.split([len(part) for part in parts])))
 
     def reduce_scatter_calls(self, buffer: ShardedBuffer, team: TeamShape) -> tuple[Action, ...]:

@@ -16,6 +16,7 @@ from commopt.aggregate.zero_matrices import MaskedMatrices, count_beside
 from commopt.compress import ErrorFeedback
 from commopt.feedback import SAMPLE_EVERY_STEPS, BufferContext, Feedback, Side, Spans
 from commopt.kernels import lowrank
+from commopt.kernels.finite import all_finite
 from commopt.kernels.loader import cpu_kernels
 from commopt.kernels.residual import cache_numel
 
@@ -214,14 +215,14 @@ class Exchange:
         if self._context.loss_scale is not None:
             right.mul_(self._context.loss_scale)
             dense.mul_(self._context.loss_scale)
-        finite = right.isfinite().all() & dense.isfinite().all()
+        finite = all_finite(right) & all_finite(dense)
         self._decode(left, right, finite, sums)
         self._keep_rounding(self._plan.stacked.numel, dense, sums)
         if self._plan.dense_spans:
             targets = [self._buffer[begin:end] for begin, end in self._plan.dense_spans]
             torch._foreach_copy_(targets, list(dense.split([len(target) for target in targets])))
         if self._rounds:  # the cast may overflow what was finite
-            finite = finite & self._buffer.to(self._dtype).isfinite().all()
+            finite = finite & all_finite(self._buffer, self._dtype)
         mark_non_finite(self._buffer, finite)
         self._context.report(finite)
 

@@ -31,6 +31,7 @@ from commopt.feedback import (
     scale_and_add,
 )
 from commopt.groups import TeamShape
+from commopt.kernels.finite import all_finite
 
 _NBYTES = torch.float32.itemsize
 
@@ -106,7 +107,7 @@ class PowerSGD(LinearAggregator):
         sums.add_up(values, 0, context.scratch)
         buffer.copy_(values)
         if context.store is not None:
-            finite = values.isfinite().all()
+            finite = all_finite(values)
             mark_non_finite(buffer, finite)
             context.report(finite)
 

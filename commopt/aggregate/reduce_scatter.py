@@ -16,6 +16,7 @@ from commopt.aggregate.zero_rows import MaskedRows
 from commopt.compress import Encoding, ErrorFeedback, RngKey
 from commopt.feedback import SAMPLE_EVERY_STEPS, BufferContext, Feedback, Scratch
 from commopt.groups import Team
+from commopt.kernels.finite import all_finite
 
 
 def exchange_rows(
@@ -34,8 +35,8 @@ def exchange_rows(
     for regions, (residual, mask) in zip(rows.regions, encoded, strict=True):
         _add_up(regions, team.rank, received, output, residual, mask, scratch)
     if feedback is not None:
-        finite = [residual.new.isfinite().all() for residual, _ in encoded if residual is not None]
-        context.report(torch.stack([values.isfinite().all(), output.isfinite().all(), *finite]).all())
+        residuals = [residual.new for residual, _ in encoded if residual is not None]
+        context.report(torch.stack([all_finite(each) for each in (values, output, *residuals)]).all())
 
 
 def _encode(

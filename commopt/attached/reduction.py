@@ -134,6 +134,9 @@ class Reduction:
         """Average the buffer, on the lane."""
         store, team, flat = self.step.store, self.team, self.buffer.view(-1)
         with self.turn or _NOTHING, self.recorded or _NOTHING:
+            if store is not None and self.number == 0:
+                store.transaction.begin_step()
+                store.transaction.finite = None
             if self.spans:
                 flat = self._without_padding(flat)
             loss_scale = None
@@ -142,9 +145,6 @@ class Reduction:
             if store is None:
                 context = BufferContext.unremembered(flat.numel())
             else:
-                if self.number == 0:
-                    store.transaction.begin_step()
-                    store.transaction.finite = None
                 number, rank = self.step.number, team.ranks[team.rank]
                 context = context_for(self.aggregator, self.layout, team, store, number, self.number, rank, loss_scale)
             if self.aggregator.adam is not None:
@@ -162,10 +162,14 @@ class Reduction:
                     self.exact_sample.add(exact, flat, self.step.number, self.layout, loss_scale)
                 if self.exchanges_norm and store is not None:
                     exchange_norm(store, team, flat.device)
-            if store is not None:
-                store.transaction.end_bucket(results, last=self.last)
             if self.spans:
                 self._put_back(flat)
+                whole = self.buffer.view(-1)
+                results = results and [whole[begin:end] for begin, end in self.spans]  # `flat` ends with the bucket
+            if store is not None:
+                store.transaction.end_bucket(results, last=self.last)
+                if self.last and store.transaction.steps == 1:  # DDP's first step has one bucket of everything
+                    store.scratch.clear()
             if self.base is not None:
                 flat.sub_(self.base)
 

@@ -24,8 +24,8 @@ from commopt.feedback.residual import (
     ResidualKind,
     is_average,
 )
+from commopt.feedback.scratch import Scratch
 from commopt.feedback.store import ResidualStore
-from commopt.feedback.transaction import Scratch
 
 __all__ = [
     "ANCHOR",

@@ -18,7 +18,8 @@ from commopt.feedback.factors import FactorStore
 from commopt.feedback.layout import Layout, gaps
 from commopt.feedback.quality import SampledError
 from commopt.feedback.residual import ANCHOR, EXP_AVG_SQ, Residual, ResidualKind, is_average
-from commopt.feedback.transaction import Scratch, Transaction
+from commopt.feedback.scratch import Scratch
+from commopt.feedback.transaction import Transaction
 from commopt.groups import WireBytes
 
 Key = tuple[str, str, Layout]
