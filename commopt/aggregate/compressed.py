@@ -228,7 +228,7 @@ class Compressed(Aggregator):
                 masks.append(mask)
                 encoder.compress(values, region.payload(payload), Encoding(region.chunk_numel, scale, residual, key))
                 if mask is not None:
-                    mask.encoded(region.payload(payload), region.chunk_numel, residual)
+                    mask.encoded(values, scale, region.payload(payload), region.chunk_numel, residual)
                 if residual is not None and not region.dense and context.step % SAMPLE_EVERY_STEPS == 0:
                     context.sample(values, scale, residual)
         return residuals, masks

@@ -111,7 +111,10 @@ class ResidualStore:
             if key not in self._in_use:
                 # A worker's is asked for first, so that it takes over the residuals of servers.
                 self.release(path, whole, None if kind == "worker" else kind)
-                values = torch.zeros(layout.numel, dtype=torch.float32, device=device)
+                if kind == "worker":
+                    values = self.pop(path, layout, device)
+                else:
+                    values = torch.zeros(layout.numel, dtype=torch.float32, device=device)
                 self.put(Residual(path, kind, layout, values.to(dtype)))
             found = self._in_use[key]
             found.flushing = False
@@ -180,9 +183,9 @@ class ResidualStore:
                 common = layout.common(each.layout)
                 for here, there, numel in common:
                     total[here : here + numel] += each.values[there : there + numel].to(device)
-                rest = tuple(gaps(sorted((there, there + numel) for _, there, numel in common), each.layout.numel))
-                if rest:
-                    self.add(path, each.layout.select(rest), torch.cat([each.values[a:b] for a, b in rest]))
+                for span in gaps(sorted((there, there + numel) for _, there, numel in common), each.layout.numel):
+                    # In the same memory: to copy it would take as much again while backward still needs memory.
+                    self.add(path, each.layout.select([span]), each.values[slice(*span)])
         return total
 
     # ------------------------------------------------------------------------------------ moving
