@@ -117,8 +117,8 @@ class Exchange:
         self._sample()
 
     def _matrices(self) -> Tensor:
-        """Return a copy of the matrices M, stacked."""
-        return self._stacked[: self._plan.stacked.numel].clone()
+        """Return the matrices M, stacked; until `_refresh` subtracts from them."""
+        return self._stacked[: self._plan.stacked.numel]
 
     def _put_masked(self) -> None:
         """Put this rank's values of masked elements into the residual."""
@@ -238,7 +238,7 @@ class Exchange:
                 one = slice(number, number + 1)
                 lowrank.decode(lefts[one], rights[one], values.view(1, group.rows, group.cols))
                 if self._mask is not None:
-                    values.masked_fill_(self._mask.masked[first:last], 0.0)
+                    self._mask.clear(values, first)
                 self._keep_rounding(first, values, sums)
                 if not direct:
                     target.copy_(values)

@@ -69,9 +69,7 @@ class Transaction:
             staged = residual.spare
         else:
             tag = f"{len(self._staged)} staged"
-            staged = self.scratch.take(
-                tag, residual.layout.numel, torch.float32, residual.values.device, lasting=True
-            )
+            staged = self.scratch.take(tag, residual.layout.numel, torch.float32, residual.values.device, lasting=True)
         self._staged[residual] = (staged, rank)
         return old, staged
 
