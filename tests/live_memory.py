@@ -5,8 +5,8 @@
         train()
     live.peak_nbytes; live.now_nbytes; live.at_peak       # the last by the line that asked for the memory
 
-Counted is the memory that operations return which run for a message of the library, on whichever thread. It counts
-until nothing refers to it any more, also after the message. Not counted is what an operation needs inside.
+Counted is the memory that operations return which run for a message of the library, on whichever thread, or before a
+forward. It counts until nothing refers to it any more. Not counted is what an operation needs inside.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
-import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from commopt.attached.local_sgd import ParameterAverages
 from commopt.attached.reduction import Reduction
 
 
@@ -43,7 +43,6 @@ class LiveMemory:
         self.peak_nbytes = 0
         self.at_peak: Counter[str] = Counter()
         self._blocks: dict[int, _Block] = {}
-        self._known: dict[int, StorageWeakRef] = {}
         self._patches = ExitStack()
 
     def __enter__(self) -> LiveMemory:
@@ -55,7 +54,14 @@ class LiveMemory:
             with _Mode(self, outside):
                 run(reduction)
 
+        turn: Callable[[ParameterAverages], None] = ParameterAverages.take_turn
+
+        def counted_turn(averages: ParameterAverages) -> None:
+            with _Mode(self, []):
+                turn(averages)
+
         self._patches.enter_context(patch.object(Reduction, "__call__", counted))
+        self._patches.enter_context(patch.object(ParameterAverages, "take_turn", counted_turn))
         return self
 
     def __exit__(self, *_: object) -> None:

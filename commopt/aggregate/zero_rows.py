@@ -31,6 +31,11 @@ class _RowMasks:
     sent: ZeroMask
     received: list[ZeroMask]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all."""
+        return self.sent.nbytes + sum(each.nbytes for each in self.received)
+
 
 class MaskedRows:
     """The masked elements of the regions of several rows in one step."""

@@ -259,6 +259,22 @@ class ResidualStore:
 
     # ------------------------------------------------------------------------------------- facts
 
+    def memory(self) -> dict[str, int]:
+        """Return the bytes that are kept on this rank, by kind.
+
+        residuals, averages: with memory for the next ones of a step that a GradScaler may drop. averages are Adam's
+            moments, and the parameters and the momentum that nodes agreed on.
+        factors: of PowerSGD, or how far nodes agree about Adam's directions.
+        masks: which elements no rank has touched.
+        scratch: of the work on one bucket.
+        """
+        found = {"residuals": 0, "averages": 0}
+        for each in self.residuals():
+            tensors = [tensor for tensor in (each.values, each.spare) if tensor is not None]
+            found["averages" if is_average(each.path) else "residuals"] += sum(tensor.nbytes for tensor in tensors)
+        masks = sum(each.nbytes for each in list(self.untouched.values()))
+        return {**found, "factors": self.factors.nbytes, "masks": masks, "scratch": self.scratch.nbytes}
+
     def stats(self) -> dict[str, Any]:
         """Return the L2 norm of all residuals, the sampled error, memory and dropped commits; waits for devices."""
         residuals = self.residuals()
