@@ -8,21 +8,27 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
 from commopt.feedback.scratch import Scratch
 from commopt.hooks.presets import LOCAL_PRESETS, build_preset
+from commopt.schedule.reducer import rebuild
 from tests.gpu_training import ON_GPU, on_ranks
+from tests.hook_training import BUCKETS_CAN_BE_GIVEN
 from tests.live_memory import LiveMemory
 from tests.ranks import Nodes, run
 
 WIDTH, LAYERS, STEPS = 640, 8, 5
 BUCKET: dict[str, Any] = {"bucket_cap_mb": 2.5, "gradient_as_bucket_view": True}  # two layers each
-# What the CPU's reference kernels hold at a time, of any length of message; and small tensors, such as factors.
-WORK_NBYTES = 4 * 2**20
+# What the CPU's reference kernels, or cuBLAS on the lane's stream, hold at a time for any length of message.
+WORK_NBYTES = {"cpu": 2 * 2**20, "cuda": 40 * 2**20}
 SMALL_NBYTES = 256 * 2**10
+WIDTH_ON_GPU = 3072
+NUMEL = LAYERS * (WIDTH * WIDTH + WIDTH)
 CASES = [*(name for name in commopt.PRESETS if name != "auto"), "diloco:period=2", "onebit_local:period=2"]
 ROUNDS = ("diloco", "onebit_local")
 
@@ -41,13 +47,9 @@ class Needed(NamedTuple):
     largest: int
 
 
-def model_of() -> nn.Sequential:
+def model_of(width: int = WIDTH) -> nn.Sequential:
     torch.manual_seed(3)
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
-
-
-def numel_of(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(LAYERS)))
 
 
 def formulas_of(text: str) -> list[str]:
@@ -91,10 +93,13 @@ def train(rank: int, world_size: int, text: str, options: dict[str, Any], scaled
     return Needed(peaks, kept, by_kind, largest)
 
 
-def assert_by_formula(needed: Needed, formula: str, nodes: tuple[int, ...], also: int = 0) -> None:
-    n = numel_of(model_of())
+def assert_by_formula(
+    needed: Needed, formula: str, nodes: tuple[int, ...], also: int = 0, width: int = WIDTH, device: str = "cpu"
+) -> None:
+    """Assert that no step needed more than the formula says; also: bytes beside it."""
+    n = LAYERS * (width * width + width)
     for step, peak in enumerate(needed.peaks):
-        most = bytes_by(formula, n, needed.largest if step else n, nodes) + also + WORK_NBYTES
+        most = bytes_by(formula, n, needed.largest if step else n, nodes) + also + WORK_NBYTES[device]
         if step == 1:  # residuals move to new buckets, and are there twice
             most += bytes_by(formula, n, 0, nodes)
         assert peak <= most, f"step {step}: {peak / 2**20:.1f} MiB, {formula} are {most / 2**20:.1f}"
@@ -106,8 +111,9 @@ def test_no_preset_needs_more_than_its_docstring_says(text: str, nodes: tuple[in
     formulas = formulas_of(text)
     over_gloo = "powersgd" in text and len(formulas) > 1
     for needed in run(train, sum(nodes), text, {}, False, nodes=nodes):
-        largest = numel_of(model_of()) if text.startswith(ROUNDS) else needed.largest
-        assert_by_formula(needed._replace(largest=largest), formulas[over_gloo], nodes)
+        if text.startswith(ROUNDS):  # the parameters are one message
+            needed = needed._replace(largest=NUMEL)
+        assert_by_formula(needed, formulas[over_gloo], nodes)
 
 
 @pytest.mark.parametrize("nodes", [(1, 1), (2, 2)], ids=["2x1", "2x2"])
@@ -118,9 +124,8 @@ def test_directions_of_adam_need_no_more_than_the_docstring_says(nodes: tuple[in
 
 @pytest.mark.parametrize("text", ["hierarchical_quantized", "hierarchical_powersgd"])
 def test_a_loss_scale_takes_the_residuals_twice_and_nothing_else(text: str) -> None:
-    n = numel_of(model_of())
     for needed in run(train, 2, text, {}, True, nodes=(1, 1)):
-        assert_by_formula(needed, formulas_of(text)[-1 if "powersgd" in text else 0], (1, 1), also=4 * n)
+        assert_by_formula(needed, formulas_of(text)[-1 if "powersgd" in text else 0], (1, 1), also=4 * NUMEL)
 
 
 @pytest.mark.parametrize(
@@ -130,6 +135,68 @@ def test_stats_say_what_is_kept(text: str) -> None:
     for needed in run(train, 4, text, {}, False, nodes=(2, 2)):
         said = sum(needed.by_kind.values())
         assert abs(needed.kept - said) <= SMALL_NBYTES, f"{needed.kept} are kept, and stats() say {needed.by_kind}"
+
+
+ROWS, USED_ROWS, COLS = 6000, 1000, 256
+
+
+def train_embedding(rank: int, world_size: int, text: str) -> Needed:
+    """Train an embedding most rows of which no rank uses."""
+    torch.manual_seed(3)
+    ddp = TorchDDP(nn.Embedding(ROWS, COLS))
+    comm = commopt.attach(ddp, build_preset(text))
+    optimizer, peaks = torch.optim.SGD(ddp.parameters(), lr=1e-3), []
+    with LiveMemory() as live:
+        for _ in range(STEPS):
+            live.peak_nbytes = live.now_nbytes
+            optimizer.zero_grad()
+            ddp(torch.arange(USED_ROWS)).square().sum().backward()
+            optimizer.step()
+            peaks.append(live.peak_nbytes)
+        kept, by_kind = live.now_nbytes, comm.stats()["memory"]
+    comm.close()
+    return Needed(peaks, kept, by_kind, ROWS * COLS)
+
+
+def test_elements_that_nobody_uses_take_five_bytes() -> None:
+    unused = (ROWS - USED_ROWS) * COLS
+    for needed in run(train_embedding, 2, "onebit", nodes=(1, 1)):
+        assert needed.by_kind["masks"] == 5 * unused
+        assert abs(needed.kept - sum(needed.by_kind.values())) <= SMALL_NBYTES
+        most = bytes_by(formulas_of("onebit")[0], ROWS * COLS, ROWS * COLS, (1, 1)) + 5 * unused + WORK_NBYTES["cpu"]
+        assert max(needed.peaks) <= most, (needed, most)
+
+
+def buckets_alive(rank: int, world_size: int) -> list[tuple[int, int]]:
+    """Return the bytes and the number of DDP's buckets after each step; a plan changes them before the third."""
+    ddp = TorchDDP(model_of(64), bucket_cap_mb=0.02, gradient_as_bucket_view=True)
+    seen: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def note(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        storage = bucket.buffer().untyped_storage()
+        seen[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    ddp.register_comm_hook(None, lambda state, bucket: note(bucket))
+    found = []
+    for step in range(5):
+        ddp.zero_grad()
+        if step == 3:
+            parameters = list(ddp.parameters())
+            rebuild(ddp, [parameters[10:], parameters[:10]])
+        ddp(torch.ones(2, 64)).sum().backward()
+        alive = [nbytes for memory, nbytes in seen.values() if not memory.expired()]
+        found.append((sum(alive), len(alive)))
+    return found
+
+
+@pytest.mark.skipif(not BUCKETS_CAN_BE_GIVEN, reason="torch cannot make DDP's buckets anew")
+def test_the_buckets_of_a_plan_take_the_place_of_ddps_own() -> None:
+    for found in run(buckets_alive, 2):
+        assert {nbytes for nbytes, _ in found} == {4 * LAYERS * (64 * 64 + 64)}
+        assert found[2][1] != found[3][1] == found[4][1] == 2
 
 
 # ------------------------------------------------------------------------------------------------ scratch memory
@@ -203,14 +270,14 @@ def test_memory_that_no_recent_step_has_needed_is_freed() -> None:
 
 def most_allocated(rank: int, world_size: int, device: str, text: str | None) -> tuple[list[int], int]:
     """Return the most memory in each step of a training, and the elements of its largest bucket."""
-    ddp = TorchDDP(model_of().to(device), **BUCKET)
+    ddp = TorchDDP(model_of(WIDTH_ON_GPU).to(device), bucket_cap_mb=60, gradient_as_bucket_view=True)
     comm = None if text is None else commopt.attach(ddp, build_preset(text))
     optimizer, peaks = torch.optim.SGD(ddp.parameters(), lr=1e-3), []
     for step in range(STEPS):
         torch.cuda.reset_peak_memory_stats()
         optimizer.zero_grad()
         torch.manual_seed(100 * step + rank)
-        ddp(torch.randn(8, WIDTH, device=device)).square().mean().backward()
+        ddp(torch.randn(8, WIDTH_ON_GPU, device=device)).square().mean().backward()
         optimizer.step()
         torch.cuda.synchronize()
         peaks.append(torch.cuda.max_memory_allocated())
@@ -240,4 +307,5 @@ def test_no_preset_needs_more_beside_stock_ddp_than_its_docstring_says(device: s
     texts = [text for text in CASES if not text.startswith(ROUNDS)]
     for found in on_ranks(device, beside_stock, sum(shape), texts, nodes=nodes, timeout_s=150.0):
         for text, (peaks, largest) in found.items():
-            assert_by_formula(Needed(peaks, 0, {}, largest), formulas_of(text)[0], shape)
+            needed = Needed(peaks, 0, {}, largest)
+            assert_by_formula(needed, formulas_of(text)[0], shape, width=WIDTH_ON_GPU, device=device)

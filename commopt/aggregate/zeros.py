@@ -27,7 +27,7 @@ from commopt.feedback import BufferContext, ResidualStore
 from commopt.groups import Team
 from commopt.kernels.codec import Codec
 
-_AT_ONCE_ON_CPU = 2**17
+_AT_ONCE_ON_CPU = 2**15  # as many as stay in a cache
 _AT_ONCE = 2**20  # masked elements, each of which takes some 60 bytes meanwhile
 
 

@@ -166,8 +166,8 @@ _MEMORY = (
 )
 # In messages, 4 m bytes: the staged residual; a region in one piece, to encode it or as it is decoded; rows.
 _SCRATCH = "12 * m"
-_OF_RANKS = f"4 * n + 4 * n / P + {_SCRATCH}"
-_OF_NODES = f"4 * n / L + 4 * n / P + {_SCRATCH}"
+_OF_RANKS = f"4 * n + (P > 2) * 4 * n / P + {_SCRATCH}"
+_OF_NODES = f"4 * n / L + (N > 2) * 4 * n / P + {_SCRATCH}"
 _OF_FACTORS = "; the factors are small"
 
 
@@ -270,7 +270,7 @@ _LARGEST = "The largest elements {}, with error feedback. The residual is a mome
 _FREE_ELEMENTS = 1024
 
 _MASKED = "; 5 bytes more for each element that no rank has touched yet"
-_WITH_ADAM = "; with adam= `12 * n / L + 4 * n / P + 24 * m`"
+_WITH_ADAM = "; with adam= `12 * n / L + (N > 2) * 4 * n / P + 24 * m`"
 
 quantized = _preset_of("quantized", _BITS, Quantize, _OF_RANKS, _MASKED)
 onebit = _preset_of("onebit", _SIGNS, OneBit, _OF_RANKS, _MASKED)
@@ -314,7 +314,7 @@ onebit_local = _local(
     "onebit_local",
     "Signs of deltas and a scale per block, with error feedback (arXiv 1901.09847, there of gradients), every 16 "
     "steps: for AdamW on the slowest links.",
-    "4 * n + 8 * n / L + 4 * n / P + 16 * m",
+    "4 * n + 8 * n / L + (N > 2) * 4 * n / P + 16 * m",
     period=16,
     compressor=OneBit(),
 )
