@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from commopt.aggregate.base import Aggregator
-from commopt.feedback import BufferContext, Layout, Scratch, Spans, is_average
+from commopt.feedback import BufferContext, Layout, ResidualStore, Scratch, Spans, is_average
 from commopt.groups import Team
 
 
@@ -105,15 +105,26 @@ def reshard(
     # Sums of equal values are exact in float64, and so are their means: all nodes must come to the same.
     dtype = torch.float64 if any(map(is_average, paths)) else torch.float32
     for each in paths:  # one after the other, as each takes memory
-        values = store.pop(each, context.layout, device)
-        holders = (values != 0).float() if is_average(each) else None
-        moving = values.to(dtype)
-        del values
-        intra.all_reduce(moving)
-        if holders is not None:
-            intra.all_reduce(holders)
-            moving /= holders.clamp_(min=1.0)
-        whole = moving.float()
-        if mine is not None:
-            parts = [whole[first:last] for first, last in context.layout.spans_of(mine)]
-            store.add(each, mine, torch.cat(parts) if parts else whole[:0])
+        _move(each, mine, intra, dtype, context, store, device)
+
+
+def _move(
+    path: str,
+    mine: Layout | None,
+    intra: Team,
+    dtype: torch.dtype,
+    context: BufferContext,
+    store: ResidualStore,
+    device: torch.device,
+) -> None:
+    """Add up, as `dtype`, what ranks of a node have waiting at `path`, or take the mean of averages; keep `mine`."""
+    moving = store.pop(path, context.layout, device)
+    holders = (moving != 0).float() if is_average(path) else None
+    moving = moving.to(dtype)
+    intra.all_reduce(moving)
+    if holders is not None:
+        intra.all_reduce(holders)
+        moving /= holders.clamp_(min=1.0)
+    if mine is not None:
+        parts = [moving[first:last] for first, last in context.layout.spans_of(mine)]
+        store.add(path, mine, (torch.cat(parts) if parts else moving[:0]).float())
