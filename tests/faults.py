@@ -32,6 +32,7 @@ NOBODY_HANGS = "nobody hangs"
 NOT_DAMAGED = "nothing damaged is loaded"
 LEGAL = "the returned tensor is legal"
 ACCOUNTING = "accounting"
+MEMORY = "memory beside DDP's by the formula of the preset's docstring"
 SAME_PLAN = "the same plan everywhere"
 TORCHS_BITS = "FSDP2's modes leave torch's bits"
 EQUAL_WEIGHTS = "all ranks compute with equal weights, none of them stale"
@@ -426,6 +427,23 @@ FAULTS: tuple[Fault, ...] = (
         "one_way.get((a, b), 0) + one_way.get((b, a), 0)",
         "topology: what the machines are",
         ("test_nvlink",),
+    ),
+    # ------------------------------------------------------------------------------------ memory
+    Fault(
+        "scratch memory stays as long as the first step's bucket",
+        "commopt/attached/reduction.py",
+        "store.scratch.clear()",
+        "pass",
+        MEMORY,
+        ("test_memory",),
+    ),
+    Fault(
+        "memory is not let go at the end of a frame",
+        "commopt/feedback/scratch.py",
+        "self._number, self._end, self._used, self._tags = self._frames.pop()",
+        "self._frames.pop()",
+        MEMORY,
+        ("test_memory",),
     ),
     # ------------------------------------------------------------------------------------ kernels
     Fault(

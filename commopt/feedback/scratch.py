@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 _ALIGNMENT = 512  # as the memory of a CUDA tensor
-_REMEMBERED_STEPS = 8  # models that take turns have other messages
+_REMEMBERED_STEPS = 16  # a sample, taken in every eighth, may need more
 
 
 class Scratch:
