@@ -111,8 +111,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "what is left over when a part of it has moved is lost",
         "commopt/feedback/store.py",
-        "                if rest:\n",
-        "                if rest and not common:\n",
+        "self.add(path, each.layout.select([span]), each.values[slice(*span)])",
+        "pass",
         NOTHING_LOST,
         ("test_handover", "test_feedback_moves"),
     ),
@@ -308,7 +308,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "an element that rests is cleared in the sum of all and not in what the server keeps",
         "commopt/aggregate/compressed.py",
-        "                if mask is not None:\n                    mask.clear(exact, region.chunk(team.rank)[0])\n",
+        "                    if mask is not None:\n                        mask.clear(exact, region.chunk(team.rank)[0])\n",
         "",
         "what is zero on all ranks stays zero",
         ("test_zeros",),
