@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import commopt
 from commopt.feedback.scratch import Scratch
 from commopt.hooks.presets import LOCAL_PRESETS, build_preset
+from commopt.kernels.finite import all_finite
 from commopt.schedule.reducer import rebuild
 from tests.gpu_training import ON_GPU, on_ranks
 from tests.hook_training import BUCKETS_CAN_BE_GIVEN
@@ -264,6 +265,30 @@ def test_memory_that_no_recent_step_has_needed_is_freed() -> None:
     assert found[:16] == [8192] * 16
     taken(scratch, "message", 1024)
     assert scratch.nbytes == 1024
+
+
+@pytest.mark.parametrize("place", [0, 1000, 4999])
+@pytest.mark.parametrize(
+    ("value", "dtype", "finite"),
+    [
+        (1.0, None, True),
+        (float("nan"), None, False),
+        (float("inf"), None, False),
+        (float("-inf"), None, False),
+        (65519.0, torch.float16, True),  # rounds down
+        (65520.0, torch.float16, False),
+        (-65520.0, torch.float16, False),
+        (65520.0, torch.bfloat16, True),
+    ],
+)
+def test_one_value_that_is_not_finite_or_rounds_to_none_is_found(
+    place: int, value: float, dtype: torch.dtype | None, finite: bool
+) -> None:
+    values = torch.linspace(-3, 3, 5000)
+    values[place] = value
+    assert bool(all_finite(values, dtype)) is finite
+    assert bool(values.to(dtype or values.dtype).isfinite().all()) is finite
+    assert all_finite(values[:0])
 
 
 # ------------------------------------------------------------------------------------------------ on a GPU
