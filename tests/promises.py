@@ -39,6 +39,7 @@ _PLANS = "test_hook_plans.py::test_gradients_stay_right_while_plans_change"
 _MODES = "test_sharded_modes.py::test_mode"
 _HOSTILE = "test_server_hostile.py::"
 _COUNTED = "test_wire_bytes.py::test_promised_bytes_are_sent"
+_MEMORY = "test_memory.py::test_no_preset_needs_more_than_its_docstring_says"
 
 
 def _preset(kind: str) -> str:
@@ -131,6 +132,10 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         **_all(("quantized", "dgc", "powersgd"), f"{_COUNTED}[2x2-names2-bfloat16]"),
         "local_sgd": (f"{_LOCAL_SGD}test_nodes_learn_by_themselves_and_meet[2+1]",),
     },
+    "memory beside DDP's by the formula of the preset's docstring": {
+        **{kind: (f"{_MEMORY}[{_preset(kind)}-2x2]",) for kind in PRESETS_WITHOUT_AUTO},
+        "local_sgd": (f"{_MEMORY}[diloco:period=2-2x2]",),
+    },
     "the same plan everywhere": {
         "hierarchical": (
             f"{_PLANS}[hierarchical-default]",
@@ -187,6 +192,7 @@ WITHOUT: dict[str, dict[str, str]] = {
     },
     "nothing damaged is loaded": dict.fromkeys(("flat", "hierarchical"), "keeps nothing"),
     "accounting": {"auto": "sends what one of the others sends"},
+    "memory beside DDP's by the formula of the preset's docstring": {"auto": "needs what one of the others needs"},
     "the same plan everywhere": {
         **dict.fromkeys(("flat", "cast", "onebit", "dgc"), "plans do not see which compressor it is"),
         "local_sgd": "has no plan",

@@ -22,7 +22,7 @@ from commopt.aggregate.rows import RowFormat
 from commopt.compress import ErrorFeedback
 from commopt.concise_repr import ConciseRepr
 from commopt.errors import ConfigurationError
-from commopt.feedback import EXP_AVG, EXP_AVG_SQ, BufferContext, Layout, ResidualStore
+from commopt.feedback import EXP_AVG, EXP_AVG_SQ, BufferContext, Layout, ResidualStore, Spans
 from commopt.groups import Team, TeamShape
 from commopt.kernels.residual import cache_numel
 
@@ -158,19 +158,16 @@ class Adam(ConciseRepr):
         share = context.share or 1 / team.size
         # Share times the directions of others if they agreed with this rank, less those they sent. Subtracted before
         # it is multiplied: 1 - c is tiny where nodes have one gradient.
-        lacks = torch.sub(direction, result, alpha=share)
-        for region, residual in zip(rows.regions, residuals, strict=True):
-            if residual is None:
-                continue
-            error, done = residual.new - residual.decay * residual.old, 0
-            error *= scaled(share, residual.loss_scale)
-            for begin, end in region.spans:
-                lacks[begin:end] -= error[done : done + end - begin]
-                done += end - begin
-        lengths = [piece.numel for piece in context.layout.pieces]
-        parts = list(zip(direction.split(lengths), lacks.split(lengths), strict=True))
-        squares = torch.stack([own.dot(own) for own, _ in parts]) * (1 / share - 1)
-        missing = torch.stack([own.dot(lack) for own, lack in parts]) / share
+        with context.scratch.frame():
+            lacks = context.scratch.take("lacks", len(direction), torch.float32, direction.device)
+            torch.sub(direction, result, alpha=share, out=lacks)
+            for region, residual in zip(rows.regions, residuals, strict=True):
+                if residual is not None:
+                    _subtract_errors(lacks, residual, region.spans, share)
+            lengths = [piece.numel for piece in context.layout.pieces]
+            parts = list(zip(direction.split(lengths), lacks.split(lengths), strict=True))
+            squares = torch.stack([own.dot(own) for own, _ in parts]) * (1 / share - 1)
+            missing = torch.stack([own.dot(lack) for own, lack in parts]) / share
         sums = torch.cat([squares, missing])
         team.all_reduce(sums)
         squares, missing = sums.chunk(2)
@@ -213,6 +210,17 @@ class Adam(ConciseRepr):
         norm = torch.linalg.vector_norm(gradient, dtype=torch.float64) * (expected / here).sqrt()
         factor = (self.clip_norm / norm).clamp(max=1.0)
         gradient.mul_(torch.where(here > 0, factor, 1.0))
+
+
+def _subtract_errors(lacks: Tensor, residual: ErrorFeedback, spans: Spans, share: float) -> None:
+    """Subtract `share` times the errors of an encoding of the elements in `spans` from `lacks`, some at a time."""
+    factor, step, done = scaled(share, residual.loss_scale), cache_numel(lacks.device), 0
+    for begin, end in spans:
+        for first in range(begin, end, step):
+            numel = min(step, end - first)
+            part = residual.cut(done, done + numel)
+            lacks[first : first + numel] -= (part.new - residual.decay * part.old).mul_(factor)
+            done += numel
 
 
 def exchange_norm(store: ResidualStore, team: Team, device: torch.device) -> None:

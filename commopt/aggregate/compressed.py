@@ -153,15 +153,16 @@ class Compressed(Aggregator):
         residuals, masks = self._encode(rows, buffer, mine, team, scale, context)
         rows.travel("all_gather", team, received, mine, context.scratch)
         for region, residual, mask in zip(rows.regions, residuals, masks, strict=True):
-            total = region.target(buffer, torch.float32, region.chunk_numel, context.scratch)
-            region.compressor.accumulate(region.payload(received), total)
-            if mask is not None:
-                mask.clear(total)
-                mask.arrived(region.payload(received), region.chunk_numel, chunks=False)
-            if residual is not None and rows.rounds:
-                own = slice(region.numel * team.rank // team.size, region.numel * (team.rank + 1) // team.size)
-                add_rounding_error(residual.new[own], total[own], rows.dtype, residual.loss_scale)
-            region.write(buffer, total[: region.numel])
+            with context.scratch.frame():
+                total = region.target(buffer, torch.float32, region.chunk_numel, context.scratch)
+                region.compressor.accumulate(region.payload(received), total)
+                if mask is not None:
+                    mask.clear(total)
+                    mask.arrived(region.payload(received), region.chunk_numel, chunks=False)
+                if residual is not None and rows.rounds:
+                    own = slice(region.numel * team.rank // team.size, region.numel * (team.rank + 1) // team.size)
+                    add_rounding_error(residual.new[own], total[own], rows.dtype, residual.loss_scale)
+                region.write(buffer, total[: region.numel])
         if self.feedback is not None:
             _report_finite(rows, received, buffer, context)
         return residuals
@@ -173,16 +174,49 @@ class Compressed(Aggregator):
         scratch, device = context.scratch, buffer.device
         encoded = rows.take(team.size, "sent", scratch, device)
         own, masks = self._encode(rows, buffer, encoded, team, scale, context)
-        received = rows.take(team.size, "received", scratch, device)
-        rows.travel("all_to_all", team, received, encoded, scratch)
         gathered = encoded  # is sent, and as long
         served = gathered[team.rank : team.rank + 1]
+        with scratch.frame():
+            received = rows.take(team.size, "received", scratch, device)
+            rows.travel("all_to_all", team, received, encoded, scratch)
+            residuals = self._recode(rows, received, served, masks, team, context)
+        rows.travel("all_gather", team, gathered, served, scratch)
+        for region, residual, mask in zip(rows.regions, residuals, masks, strict=True):
+            if residual is not None and rows.rounds:
+                with scratch.frame():
+                    exact = scratch.take("total", residual.new.numel(), torch.float32, device)
+                    region.compressor.decompress(region.payload(served), exact, region.chunk_numel)
+                    if mask is not None:
+                        mask.clear(exact, region.chunk(team.rank)[0])
+                    add_rounding_error(residual.new, exact, rows.dtype, residual.loss_scale)
+            # The server, too, takes what it sent: otherwise its replica would differ from all others.
+            with scratch.frame():
+                values = region.target(buffer, rows.dtype, region.numel, scratch)
+                region.compressor.decompress(region.payload(gathered), values, region.chunk_numel)
+                if mask is not None:
+                    mask.clear(values)
+                    mask.arrived(region.payload(gathered), region.chunk_numel, chunks=True)
+                region.write(buffer, values)
+        if self.feedback is not None:
+            _report_finite(rows, gathered, buffer, context)
+        return own
+
+    def _recode(
+        self,
+        rows: RowFormat,
+        received: Tensor,
+        served: Tensor,
+        masks: Sequence[MaskedRegion | None],
+        team: Team,
+        context: BufferContext,
+    ) -> list[ErrorFeedback | None]:
+        """Encode the sums of the received chunks into the row `served`; return the residual of each region."""
         residuals = []
         for region, mask in zip(rows.regions, masks, strict=True):
             begin, end = region.chunk(team.rank)
             own_chunk = region.chunk_layout(team.rank)
             residual = encoding_residual(
-                region.compressor, self.feedback, "server", own_chunk, context, device, region.layout
+                region.compressor, self.feedback, "server", own_chunk, context, received.device, region.layout
             )
             residuals.append(residual)
             sources, target = region.payload(received), region.payload(served)
@@ -190,24 +224,7 @@ class Compressed(Aggregator):
             region.compressor.recompress(sources, target, end - begin, encoding)
             if mask is not None:
                 mask.summed(sources, target, region.chunk_numel, begin, end, residual)
-        rows.travel("all_gather", team, gathered, served, scratch)
-        for region, residual, mask in zip(rows.regions, residuals, masks, strict=True):
-            if residual is not None and rows.rounds:
-                exact = scratch.take("total", residual.new.numel(), torch.float32, device)
-                region.compressor.decompress(region.payload(served), exact, region.chunk_numel)
-                if mask is not None:
-                    mask.clear(exact, region.chunk(team.rank)[0])
-                add_rounding_error(residual.new, exact, rows.dtype, residual.loss_scale)
-            # The server, too, takes what it sent: otherwise its replica would differ from all others.
-            values = region.target(buffer, rows.dtype, region.numel, scratch)
-            region.compressor.decompress(region.payload(gathered), values, region.chunk_numel)
-            if mask is not None:
-                mask.clear(values)
-                mask.arrived(region.payload(gathered), region.chunk_numel, chunks=True)
-            region.write(buffer, values)
-        if self.feedback is not None:
-            _report_finite(rows, gathered, buffer, context)
-        return own
+        return residuals
 
     def _encode(
         self, rows: RowFormat, buffer: Tensor, payload: Tensor, team: Team, scale: float, context: BufferContext
@@ -215,17 +232,19 @@ class Compressed(Aggregator):
         """Encode all regions of `buffer`; return the residual of each, and its masked elements."""
         residuals, masks = [], []
         for region in rows.regions:
-            values, encoder = region.read(buffer, context.scratch), region.compressor
+            encoder = region.compressor
             residual = encoding_residual(encoder, self.feedback, "worker", region.layout, context, buffer.device)
             residuals.append(residual)
             key = context.rng_key("worker") if encoder.stochastic else RngKey()
-            mask = MaskedRegion.of(region, values, scale, residual, team, context)
-            masks.append(mask)
-            encoder.compress(values, region.payload(payload), Encoding(region.chunk_numel, scale, residual, key))
-            if mask is not None:
-                mask.encoded(region.payload(payload), region.chunk_numel, residual)
-            if residual is not None and not region.dense and context.step % SAMPLE_EVERY_STEPS == 0:
-                context.sample(values, scale, residual)
+            with context.scratch.frame():
+                values = region.read(buffer, context.scratch)
+                mask = MaskedRegion.of(region, values, scale, residual, team, context)
+                masks.append(mask)
+                encoder.compress(values, region.payload(payload), Encoding(region.chunk_numel, scale, residual, key))
+                if mask is not None:
+                    mask.encoded(values, scale, region.payload(payload), region.chunk_numel, residual)
+                if residual is not None and not region.dense and context.step % SAMPLE_EVERY_STEPS == 0:
+                    context.sample(values, scale, residual)
         return residuals, masks
 
     def _rows(self, layout: Layout, dtype: torch.dtype, chunks: int, step: int | None) -> RowFormat:
@@ -377,7 +396,7 @@ def _report_finite(rows: RowFormat, payloads: Tensor, buffer: Tensor, context: B
         return
     flags = [region.compressor.finite(region.payload(payloads), region.chunk_numel) for region in rows.regions]
     if rows.rounds:  # the cast may overflow what was finite
-        flags.append(all_finite(buffer.to(rows.dtype)))
+        flags.append(all_finite(buffer, rows.dtype))
     finite = all_true(flags)
     mark_non_finite(buffer, finite)
     context.report(finite)

@@ -117,8 +117,8 @@ class Exchange:
         self._sample()
 
     def _matrices(self) -> Tensor:
-        """Return a copy of the matrices M, stacked."""
-        return self._stacked[: self._plan.stacked.numel].clone()
+        """Return the matrices M, stacked; until `_refresh` subtracts from them."""
+        return self._stacked[: self._plan.stacked.numel]
 
     def _put_masked(self) -> None:
         """Put this rank's values of masked elements into the residual."""
@@ -254,7 +254,7 @@ class Exchange:
             targets = [self._buffer[begin:end] for begin, end in self._plan.dense_spans]
             torch._foreach_copy_(targets, list(dense.split([len(target) for target in targets])))
         if self._rounds:  # the cast may overflow what was finite
-            finite = finite & all_finite(self._buffer.to(self._dtype))
+            finite = finite & all_finite(self._buffer, self._dtype)
         mark_non_finite(self._buffer, finite)
         self._context.report(finite)
 
@@ -270,7 +270,7 @@ class Exchange:
                 one = slice(number, number + 1)
                 lowrank.decode(lefts[one], rights[one], values.view(1, group.rows, group.cols))
                 if self._mask is not None:
-                    values.masked_fill_(self._mask.masked[first:last], 0.0)
+                    self._mask.clear(values, first)
                 self._keep_rounding(first, values, sums)
                 if not direct:
                     target.copy_(values)

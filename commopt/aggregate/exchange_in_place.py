@@ -80,8 +80,8 @@ class InPlace(Exchange):
                 self._mask.put_into(residual)
         if self._mask is not None:
             for group in self._plan.groups:
-                for matrix, first, last in group.ranges:
-                    self._buffer[matrix.begin : matrix.end].masked_fill_(self._mask.masked[first:last], 0.0)
+                for matrix, first, _ in group.ranges:
+                    self._mask.clear(self._buffer[matrix.begin : matrix.end], first)
         if sampled is not None and residual is not None and store is not None:
             store.error.add(residual[: len(sampled)], sampled)
 

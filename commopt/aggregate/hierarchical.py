@@ -128,13 +128,15 @@ class Hierarchical(Aggregator):
         if self.inter.residual_paths and not context.memory.complete:
             reshard(self.inter, divided.name, mine, intra, context, buffer.device)
         values = self._scaled(buffer, scale)
-        # The bucket cannot be padded; where it does not divide, a padded copy goes round instead.
-        source = values if divided.in_place else divided.laid_out(values, context.scratch)
-        shard = context.scratch.take("shard", divided.shard_numel, source.dtype, source.device)
-        intra.reduce_scatter(shard, source)
+        shard = context.scratch.take("shard", divided.shard_numel, values.dtype, values.device)
+        with context.scratch.frame():
+            # The bucket cannot be padded; where it does not divide, a padded copy goes round instead.
+            intra.reduce_scatter(shard, values if divided.in_place else divided.laid_out(values, context.scratch))
+        del values
         if mine.numel:
-            across = context.within("inter", mine, buffer.dtype, share)
-            self.inter.all_reduce(shard[: mine.numel], inter, 1.0, across)
+            with context.scratch.frame():
+                across = context.within("inter", mine, buffer.dtype, share)
+                self.inter.all_reduce(shard[: mine.numel], inter, 1.0, across)
         whole = buffer
         if not divided.in_place:
             whole = context.scratch.take("gathered shards", divided.whole_numel, buffer.dtype, buffer.device)
@@ -187,10 +189,11 @@ class Hierarchical(Aggregator):
             return
         dtype = source.dtype if average.lossless else torch.promote_types(source.dtype, torch.float32)
         shape, device = (intra.size, inter.size, output.numel()), source.device
-        whole = context.scratch.take("laid out for the node", shape, dtype, device)
-        whole.copy_(source.view(inter.size, intra.size, -1).transpose(0, 1))
         mine = context.scratch.take("shard", shape[1:], dtype, device).view(-1)
-        intra.reduce_scatter(mine, apply_scale(whole, scale).view(-1))
+        with context.scratch.frame():
+            whole = context.scratch.take("laid out for the node", shape, dtype, device)
+            whole.copy_(source.view(inter.size, intra.size, -1).transpose(0, 1))
+            intra.reduce_scatter(mine, apply_scale(whole, scale).view(-1))
         average.reduce_scatter(output, mine, buffer.across(intra), inter, 1.0, context)
 
     def reduce_scatter_calls(self, buffer: ShardedBuffer, team: TeamShape) -> tuple[Action, ...]:

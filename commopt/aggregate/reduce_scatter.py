@@ -35,8 +35,8 @@ def exchange_rows(
     for regions, (residual, mask) in zip(rows.regions, encoded, strict=True):
         _add_up(regions, team.rank, received, output, residual, mask, scratch)
     if feedback is not None:
-        finite = [all_finite(residual.new) for residual, _ in encoded if residual is not None]
-        context.report(all_true([all_finite(values), all_finite(output), *finite]))
+        residuals = [residual.new for residual, _ in encoded if residual is not None]
+        context.report(all_true([all_finite(each) for each in (values, output, *residuals)]))
 
 
 def _encode(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from commopt.aggregate.base import Aggregator
-from commopt.feedback import BufferContext, Layout, Scratch, Spans, is_average
+from commopt.feedback import BufferContext, Layout, ResidualStore, Scratch, Spans, is_average
 from commopt.groups import Team
 
 
@@ -102,19 +102,29 @@ def reshard(
     store.factors.forget(path, context.layout.names - factors_of)
     for each in paths:
         store.release(each, context.layout)
-    collected = [store.pop(each, context.layout, device) for each in paths]
-    averages = [number for number, each in enumerate(paths) if is_average(each)]
-    collected += [(collected[number] != 0).float() for number in averages]
-    moving = torch.cat(collected)
-    if averages:  # sums of equal values are exact then, and so are their means: all nodes must come to the same
-        moving = moving.double()
+    # Sums of equal values are exact in float64, and so are their means: all nodes must come to the same.
+    dtype = torch.float64 if any(map(is_average, paths)) else torch.float32
+    for each in paths:  # one after the other, as each takes memory
+        _move(each, mine, intra, dtype, context, store, device)
+
+
+def _move(
+    path: str,
+    mine: Layout | None,
+    intra: Team,
+    dtype: torch.dtype,
+    context: BufferContext,
+    store: ResidualStore,
+    device: torch.device,
+) -> None:
+    """Add up, as `dtype`, what ranks of a node have waiting at `path`, or take the mean of averages; keep `mine`."""
+    moving = store.pop(path, context.layout, device)
+    holders = (moving != 0).float() if is_average(path) else None
+    moving = moving.to(dtype)
     intra.all_reduce(moving)
-    parted = moving.view(len(collected), -1)
-    for place, number in enumerate(averages):
-        parted[number] /= parted[len(paths) + place].clamp_(min=1.0)
-    parted = parted.float()
+    if holders is not None:
+        intra.all_reduce(holders)
+        moving /= holders.clamp_(min=1.0)
     if mine is not None:
-        spans = context.layout.spans_of(mine)
-        for each, whole in zip(paths, parted, strict=False):  # behind them, how many held the averages
-            parts = [whole[first:last] for first, last in spans]
-            store.add(each, mine, torch.cat(parts) if parts else whole[:0])
+        parts = [moving[first:last] for first, last in context.layout.spans_of(mine)]
+        store.add(path, mine, (torch.cat(parts) if parts else moving[:0]).float())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -25,20 +26,42 @@ _MOST_PATIENCE = 64  # steps from one exchange of the touched elements to the ne
 class _MatrixMask:
     """The masked elements of the stacked matrices, and when ranks may exchange them again.
 
-    masked: bool [numel].
-    empty: whether there are none.
+    indices: of elements, int32 where that suffices, ascending.
     patience: the steps to wait after the next exchange.
     next_step: the first one of the next exchange.
     """
 
-    masked: Tensor
-    empty: bool
+    indices: Tensor
+    plan: MatrixPlan
     patience: int = 1
     next_step: int = 0
 
+    def keep(self, still: Tensor) -> None:
+        """Leave out the others. still: bool [indices]."""
+        self.indices = self.indices[still]
+        self.__dict__.pop("by_matrix", None)
+
+    @cached_property
+    def by_matrix(self) -> dict[int, slice]:
+        """Which of the indices are of each matrix, by its first element."""
+        ranges = [(first, last) for group in self.plan.groups for _, first, last in group.ranges]
+        bounds = torch.tensor(ranges, dtype=self.indices.dtype, device=self.indices.device)
+        found = torch.searchsorted(self.indices, bounds).tolist()
+        return {first: slice(*each) for (first, _), each in zip(ranges, found, strict=True)}
+
     def tensors(self) -> tuple[Tensor, ...]:
         """Return the tensor, which is another one after an exchange."""
-        return (self.masked,)
+        return (self.indices,)
+
+    @property
+    def empty(self) -> bool:
+        """Whether there are none."""
+        return not len(self.indices)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the indices."""
+        return self.indices.nbytes
 
 
 class MaskedMatrices:
@@ -47,14 +70,15 @@ class MaskedMatrices:
     The number of newly touched elements travels beside the first message; when it arrives, or in a later step, ranks
     exchange which they are.
 
-    matrices: all of them, stacked, with their residuals.
+    matrices: all of them, stacked, with their residuals; as they are until `arrived`.
     """
 
     def __init__(self, mask: _MatrixMask, plan: MatrixPlan, matrices: Tensor) -> None:
         self._mask = mask
         self._plan = plan
-        self._matrices = matrices
-        self.masked = mask.masked
+        self._matrices: Tensor | None = matrices
+        self._indices = mask.indices.long()
+        self._values = matrices[self._indices]
 
     @classmethod
     def of(
@@ -69,36 +93,43 @@ class MaskedMatrices:
             return None if mask.empty else cls(mask, plan, matrices())
         stacked = matrices()
         masked = _masked_elements(plan, stacked, sums, context)
-        mask = _MatrixMask(masked, not bool(masked.any()))
+        dtype = torch.int32 if len(masked) < 2**31 else torch.int64
+        mask = _MatrixMask(masked.nonzero().view(-1).to(dtype), plan)
         store.untouched[context.path, plan.stacked] = mask
         return None if mask.empty else cls(mask, plan, stacked)
 
     def touched(self) -> Tensor:
         """Return how many are touched here for the first time, for the first message: float32 [1]."""
-        return (self.masked & (self._matrices != 0)).sum(dtype=torch.float32).view(1)
+        return self._values.ne(0).sum(dtype=torch.float32).view(1)
 
     def arrived(self, touched: Tensor, sums: Sums, context: BufferContext) -> None:
         """Exchange the touched elements if there are any, on any rank; not in every step. Collective, alike on all."""
-        mask = self._mask
+        mask, matrices = self._mask, self._matrices
+        assert matrices is not None  # called once
+        self._matrices = None
         if context.step < mask.next_step:
             return
         if touched.is_cuda and (context.step % 8 or torch.cuda.is_current_stream_capturing()):
             return  # the host waits for the answer
         if float(touched):
-            self.masked = self.masked & _masked_elements(self._plan, self._matrices, sums, context)
-            mask.masked = self.masked
-            mask.empty = not bool(self.masked.any())
+            still = _masked_elements(self._plan, matrices, sums, context)[self._indices]
+            self._indices, self._values = self._indices[still], self._values[still]
+            mask.keep(still)
             mask.next_step = context.step + mask.patience
             mask.patience = min(2 * mask.patience, _MOST_PATIENCE)
 
     def put_into(self, residual: Tensor) -> None:
         """Put this rank's values of the masked elements into `residual`, of the stacked matrices."""
-        torch.where(self.masked, self._matrices, residual, out=residual)
+        residual[self._indices] = self._values
+
+    def clear(self, values: Tensor, first: int) -> None:
+        """Set the masked elements among `values`, which begin at element `first` of the stacked matrices, to zero."""
+        values.index_fill_(0, self._indices[self._mask.by_matrix[first]] - first, 0.0)
 
 
 def _masked_elements(plan: MatrixPlan, matrices: Tensor, sums: Sums, context: BufferContext) -> Tensor:
     """Return which elements are zero on all ranks in rows and columns that are not. Collective."""
-    touched = (matrices != 0).float()
+    touched = torch.ne(matrices, 0, out=torch.empty_like(matrices))
     if context.store is not None:
         context.store.beside += sums.wire_bytes(0, touched.nbytes)
     sums.add_up(touched, 0, context.scratch)

@@ -40,6 +40,11 @@ class _RowMasks:
         """Return the tensors, which are others once elements were left out."""
         return tuple(tensor for mask in (self.sent, *self.received) for tensor in mask.tensors())
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all."""
+        return self.sent.nbytes + sum(each.nbytes for each in self.received)
+
 
 class MaskedRows:
     """The masked elements of the regions of several rows in one step."""
@@ -71,7 +76,7 @@ class MaskedRows:
                 ZeroMask(~touched), [ZeroMask(~each) for each in _exchanged(regions, touched, team, store)]
             )
             store.untouched[context.path, regions.layout] = masks
-        return cls(codec, regions, masks, values_to_send(joined, 1.0, residual, masks.sent.indices))
+        return cls(codec, regions, masks, values_to_send(joined, 1.0, residual, masks.sent.indices.long()))
 
     def encoded(self, payload: Tensor, chunk_numel: int, place: slice, residual: ErrorFeedback | None) -> None:
         """Flag the masked elements of a region that are touched here; their values stay in its residual.
@@ -80,7 +85,7 @@ class MaskedRows:
         """
         mask = self._masks.sent
         here = mask.within(place.start, place.stop)
-        indices, active, values = mask.indices[here] - place.start, mask.active[here], self._values[here]
+        indices, active, values = mask.indices[here].long() - place.start, mask.active[here], self._values[here]
         self._flags.write(payload, chunk_numel, indices, active, values != 0)
         if residual is not None:
             put_masked(residual.new, indices, active, values)
@@ -91,7 +96,7 @@ class MaskedRows:
         row, chunk_numel = torch.empty_like(total), total.numel()
         total.zero_()
         for number, mask in enumerate(self._masks.received):
-            payload, indices = payloads[number : number + 1], mask.indices
+            payload, indices = payloads[number : number + 1], mask.indices.long()
             self._regions.compressor.decompress(payload, row, chunk_numel)
             row[indices] = row[indices].masked_fill(mask.active, 0.0)
             total.add_(row)

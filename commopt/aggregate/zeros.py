@@ -14,6 +14,7 @@ PowerSGD's matrices are in zero_matrices, the shards of FSDP2 in zero_rows.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -26,18 +27,44 @@ from commopt.feedback import BufferContext, ResidualStore
 from commopt.groups import Team
 from commopt.kernels.codec import Codec
 
+_AT_ONCE_ON_CPU = 2**15  # as many as stay in a cache
+_AT_ONCE = 2**20  # masked elements, each of which takes some 60 bytes meanwhile
+
 
 class ZeroMask:
-    """The elements of one region of a buffer that are masked.
+    """The elements of one region of a buffer that are masked: 5 bytes for each.
 
-    indices: of elements, int64, ascending.
+    indices: of elements, int32 where that suffices, ascending.
     active: which of them are masked still, bool, as only a host can leave out the others.
     empty: whether there are none.
     """
 
     def __init__(self, masked: Tensor) -> None:
+        """masked: bool [elements of the region]."""
         self._calls = 0
-        self._set(masked.nonzero().view(-1))
+        dtype = torch.int32 if masked.numel() < 2**31 else torch.int64
+        at_once = _at_once(masked.device)
+        found = [
+            (masked[begin : begin + at_once].nonzero().view(-1) + begin).to(dtype)
+            for begin in range(0, masked.numel(), at_once)
+        ]
+        self._set(torch.cat(found) if found else masked.new_empty(0, dtype=dtype))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both."""
+        return self.indices.nbytes + self.active.nbytes
+
+    def parts(self, begin: int | None = None, end: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+        """Iterate over the masked elements from `begin` to `end`, some at a time: indices, int64, and whether active.
+
+        The second is part of the mask, and may be written to.
+        """
+        here = slice(0, len(self.indices)) if begin is None or end is None else self.within(begin, end)
+        at_once = _at_once(self.indices.device)
+        for first in range(here.start, here.stop, at_once):
+            part = slice(first, min(first + at_once, here.stop))
+            yield self.indices[part].long(), self.active[part]
 
     def _set(self, indices: Tensor) -> None:
         self.indices = indices
@@ -61,9 +88,13 @@ class ZeroMask:
     def within(self, begin: int, end: int) -> slice:
         """Return which of the indices are of elements from `begin` to `end`."""
         if (begin, end) not in self._slices:
-            bounds = torch.tensor([begin, end], device=self.indices.device)
+            bounds = torch.tensor([begin, end], dtype=self.indices.dtype, device=self.indices.device)
             self._slices[begin, end] = slice(*torch.searchsorted(self.indices, bounds).tolist())
         return self._slices[begin, end]
+
+
+def _at_once(device: torch.device) -> int:
+    return _AT_ONCE_ON_CPU if device.type == "cpu" else _AT_ONCE
 
 
 def _is_power_of_two(number: int) -> bool:
@@ -108,12 +139,9 @@ class SignBitFlags:
 class MaskedRegion:
     """The masked elements of a region in one step of one rank; made before the region is encoded."""
 
-    def __init__(self, codec: Codec, mask: ZeroMask, values: Tensor) -> None:
+    def __init__(self, codec: Codec, mask: ZeroMask) -> None:
         self._flags = SignBitFlags(codec)
         self._mask = mask
-        self._values = values
-        self._indices = mask.indices
-        self._active = mask.active.clone()  # in this step, whatever is touched in it
 
     @classmethod
     def of(
@@ -134,41 +162,44 @@ class MaskedRegion:
             return None
         mask = store.untouched.get((context.path, region.layout))
         if mask is None:
-            mask = ZeroMask(~_agree(values_to_send(values, scale, residual) != 0, team, store))
+            mask = ZeroMask(~_agree(values, scale, residual, team, store))
             store.untouched[context.path, region.layout] = mask
-        if mask.empty:
-            return None
-        return cls(codec, mask, values_to_send(values, scale, residual, mask.indices))
+        return None if mask.empty else cls(codec, mask)
 
-    def encoded(self, payload: Tensor, chunk_numel: int, residual: ErrorFeedback | None) -> None:
+    def encoded(
+        self, values: Tensor, scale: float, payload: Tensor, chunk_numel: int, residual: ErrorFeedback | None
+    ) -> None:
         """Flag the masked elements that are touched here; their values stay in the residual."""
-        self._flags.write(payload, chunk_numel, self._indices, self._active, self._values != 0)
-        if residual is not None:
-            put_masked(residual.new, self._indices, self._active, self._values)
+        for indices, active in self._mask.parts():
+            own = values_to_send(values, scale, residual, indices)
+            self._flags.write(payload, chunk_numel, indices, active, own != 0)
+            if residual is not None:
+                put_masked(residual.new, indices, active, own)
 
     def summed(
         self, received: Tensor, payload: Tensor, chunk_numel: int, begin: int, end: int, residual: ErrorFeedback | None
     ) -> None:
         """Flag, in the encoded sum of the elements from `begin` to `end`, those that any rank has touched."""
-        here = self._mask.within(begin, end)
-        indices, active = self._indices[here] - begin, self._active[here]
-        touched = self._flags.any_of(received, chunk_numel, indices)
-        if residual is not None:
-            old = residual.old[indices]
-            touched |= old != 0
-            put_masked(residual.new, indices, active, old)
-        self._flags.write(payload, chunk_numel, indices, active, touched)
+        for in_region, active in self._mask.parts(begin, end):
+            indices = in_region - begin
+            touched = self._flags.any_of(received, chunk_numel, indices)
+            if residual is not None:
+                old = residual.old[indices]
+                touched |= old != 0
+                put_masked(residual.new, indices, active, old)
+            self._flags.write(payload, chunk_numel, indices, active, touched)
 
     def clear(self, values: Tensor, begin: int = 0) -> None:
         """Set the masked elements among `values`, which begin at element `begin`, to zero."""
-        here = self._mask.within(begin, begin + values.numel())
-        indices = self._indices[here] - begin
-        values[indices] = values[indices].masked_fill(self._active[here], 0.0)
+        for in_region, active in self._mask.parts(begin, begin + values.numel()):
+            indices = in_region - begin
+            values[indices] = values[indices].masked_fill(active, 0.0)
 
     def arrived(self, rows: Tensor, chunk_numel: int, *, chunks: bool) -> None:
         """Take over, last of all, the flags in the rows of all ranks. chunks: each row is one chunk, not everything."""
         read = self._flags.read if chunks else self._flags.any_of
-        self._mask.active &= ~read(rows, chunk_numel, self._indices)
+        for indices, active in self._mask.parts():
+            active &= ~read(rows, chunk_numel, indices)
         self._mask.shrink()
 
 
@@ -212,13 +243,25 @@ def _any_of(codes: Tensor) -> Tensor:
     return found
 
 
-def _agree(touched: Tensor, team: Team, store: ResidualStore) -> Tensor:
-    """Return which elements are touched on any rank of `team`: one bit each, to a server of each part and back."""
-    size = team.size
-    part_nbytes = -(-touched.numel() // (8 * size))
-    mine = packed_bits(touched, part_nbytes * size)
+def _agree(values: Tensor, scale: float, residual: ErrorFeedback | None, team: Team, store: ResidualStore) -> Tensor:
+    """Return which elements any rank of `team` is about to send as anything but zero: bool.
+
+    One bit each, to a server of each part and back.
+    """
+    size, numel, at_once = team.size, values.numel(), _at_once(values.device)
+    part_nbytes = -(-numel // (8 * size))
+    mine = torch.zeros(part_nbytes * size, dtype=torch.uint8, device=values.device)
+    for begin in range(0, numel, at_once):
+        part = values[begin : begin + at_once]
+        own = None if residual is None else residual.cut(begin, begin + len(part))
+        target = mine[begin // 8 : -(-(begin + len(part)) // 8)]
+        target.copy_(packed_bits(values_to_send(part, scale, own) != 0, len(target)))
     received = torch.empty_like(mine)
     store.beside += team.wire.all_to_all(mine.nbytes) + team.wire.all_gather(part_nbytes)
     team.all_to_all(received, mine)
     team.all_gather(mine, _any_of(received.view(size, part_nbytes)))
-    return unpacked_bits(mine)[: touched.numel()]
+    touched = torch.empty(numel, dtype=torch.bool, device=values.device)
+    for begin in range(0, numel, at_once):
+        part = touched[begin : begin + at_once]
+        part.copy_(unpacked_bits(mine[begin // 8 : -(-(begin + len(part)) // 8)])[: len(part)])
+    return touched

@@ -176,10 +176,14 @@ class Reduction:
                 self.exact_sample.add(exact, flat, self.step.number, self.layout, loss_scale)
             if self.exchanges_norm and store is not None:
                 exchange_norm(store, team, flat.device)
-        if store is not None:
-            store.transaction.end_bucket(results, last=self.last)
         if self.spans:
             self._put_back(flat)
+            whole = self.buffer.view(-1)
+            results = results and [whole[begin:end] for begin, end in self.spans]  # `flat` ends with the bucket
+        if store is not None:
+            store.transaction.end_bucket(results, last=self.last)
+            if self.last and store.transaction.steps == 1:  # DDP's first step has one bucket of everything
+                store.scratch.clear()
         if self.base is not None:
             flat.sub_(self.base)
 

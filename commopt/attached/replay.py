@@ -200,7 +200,11 @@ class Replays:
     def _places(self, task: Reduction) -> list[tuple[object, str, object]]:
         store, transaction = self.store, self.store.transaction
         residuals = {*store.buffers[task.layout].found.values(), *transaction.snapshot().residuals}
-        places = [(store.factors, "version", store.factors.version), *self._sums(task)]
+        places = [
+            (store.factors, "version", store.factors.version),
+            (store.scratch, "version", store.scratch.version),
+            *self._sums(task),
+        ]
         for residual in residuals:
             places += [(residual, "values", residual.values), (residual, "spare", residual.spare)]
         return places

@@ -24,8 +24,9 @@ from commopt.feedback.residual import (
     ResidualKind,
     is_average,
 )
+from commopt.feedback.scratch import Scratch
 from commopt.feedback.store import ResidualStore
-from commopt.feedback.transaction import Scratch, Staged, Transaction
+from commopt.feedback.transaction import Staged, Transaction
 
 __all__ = [
     "ANCHOR",

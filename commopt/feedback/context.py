@@ -16,8 +16,8 @@ from commopt.feedback.counts import ParameterSteps
 from commopt.feedback.factors import Factors, FactorStore, Make
 from commopt.feedback.layout import Layout
 from commopt.feedback.residual import Residual, ResidualKind
+from commopt.feedback.scratch import Scratch
 from commopt.feedback.store import BufferMemory, ResidualStore
-from commopt.feedback.transaction import Scratch
 from commopt.groups import apply_scale
 from commopt.kernels.residual import round_with_residual
 

@@ -18,7 +18,8 @@ from commopt.feedback.factors import FactorStore
 from commopt.feedback.layout import Layout, gaps
 from commopt.feedback.quality import SampledError
 from commopt.feedback.residual import ANCHOR, EXP_AVG_SQ, Residual, ResidualKind, is_average
-from commopt.feedback.transaction import Scratch, Transaction
+from commopt.feedback.scratch import Scratch
+from commopt.feedback.transaction import Transaction
 from commopt.groups import WireBytes
 
 Key = tuple[str, str, Layout]
@@ -110,7 +111,10 @@ class ResidualStore:
             if key not in self._in_use:
                 # A worker's is asked for first, so that it takes over the residuals of servers.
                 self.release(path, whole, None if kind == "worker" else kind)
-                values = torch.zeros(layout.numel, dtype=torch.float32, device=device)
+                if kind == "worker":
+                    values = self.pop(path, layout, device)
+                else:
+                    values = torch.zeros(layout.numel, dtype=torch.float32, device=device)
                 self.put(Residual(path, kind, layout, values.to(dtype)))
             found = self._in_use[key]
             found.flushing = False
@@ -179,9 +183,9 @@ class ResidualStore:
                 common = layout.common(each.layout)
                 for here, there, numel in common:
                     total[here : here + numel] += each.values[there : there + numel].to(device)
-                rest = tuple(gaps(sorted((there, there + numel) for _, there, numel in common), each.layout.numel))
-                if rest:
-                    self.add(path, each.layout.select(rest), torch.cat([each.values[a:b] for a, b in rest]))
+                for span in gaps(sorted((there, there + numel) for _, there, numel in common), each.layout.numel):
+                    # In the same memory: to copy it would take as much again while backward still needs memory.
+                    self.add(path, each.layout.select([span]), each.values[slice(*span)])
         return total
 
     # ------------------------------------------------------------------------------------ moving
@@ -254,6 +258,22 @@ class ResidualStore:
             return self.warm or self.transaction.steps > 0
 
     # ------------------------------------------------------------------------------------- facts
+
+    def memory(self) -> dict[str, int]:
+        """Return the bytes that are kept on this rank, by kind.
+
+        residuals, averages: with memory for the next ones of a step that a GradScaler may drop. averages are Adam's
+            moments, and the parameters and the momentum that nodes agreed on.
+        factors: of PowerSGD, or how far nodes agree about Adam's directions.
+        masks: which elements no rank has touched.
+        scratch: of the work on one bucket.
+        """
+        found = {"residuals": 0, "averages": 0}
+        for each in self.residuals():
+            tensors = [tensor for tensor in (each.values, each.spare) if tensor is not None]
+            found["averages" if is_average(each.path) else "residuals"] += sum(tensor.nbytes for tensor in tensors)
+        masks = sum(each.nbytes for each in list(self.untouched.values()))
+        return {**found, "factors": self.factors.nbytes, "masks": masks, "scratch": self.scratch.nbytes}
 
     def stats(self) -> dict[str, Any]:
         """Return the L2 norm of all residuals, the sampled error, memory and dropped commits; waits for devices."""

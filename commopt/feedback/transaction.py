@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from threading import RLock
 from zlib import crc32
 
@@ -13,27 +12,8 @@ import torch
 from torch import Tensor
 
 from commopt.feedback.residual import Residual, round_stochastically
+from commopt.feedback.scratch import Scratch
 from commopt.kernels.finite import all_finite, all_true
-
-
-class Scratch:
-    """Uninitialized memory by tag that lives from bucket to bucket; its contents last until the tag is taken again."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[tuple[str, torch.device], Tensor] = {}
-
-    def take(self, tag: str, shape: int | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a contiguous tensor in the memory of `tag`, which grows to the largest ever asked for."""
-        shape = (shape,) if isinstance(shape, int) else shape
-        nbytes = prod(shape) * dtype.itemsize
-        buffer = self._buffers.get((tag, device))
-        if buffer is None or buffer.numel() < nbytes:
-            buffer = self._buffers[tag, device] = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        return buffer[:nbytes].view(dtype).view(shape)
-
-    def tensors(self) -> list[Tensor]:
-        """Return all of the memory: what keeps these may go on using it, also when a tag has grown out of it."""
-        return list(self._buffers.values())
 
 
 @dataclass(eq=False, slots=True)
@@ -87,7 +67,8 @@ class Transaction:
     _unchecked: list[Tensor] = field(default_factory=list)  # results without a flag
 
     def begin_step(self) -> None:
-        """Drop the values still staged by a backward that raised."""
+        """Drop the values still staged by a backward that raised, and end its bucket."""
+        self.scratch.end_bucket()
         self._staged.clear()
         self._staged_factors.clear()
         self.flags.clear()
@@ -114,14 +95,17 @@ class Transaction:
             staged = residual.spare
         else:
             tag = f"{len(self._staged)} staged"
-            staged = self.scratch.take(tag, residual.layout.numel, torch.float32, residual.values.device)
+            staged = self.scratch.take(tag, residual.layout.numel, torch.float32, residual.values.device, lasting=True)
         self._staged[residual] = (staged, rank)
         return old, staged
 
     def stage_factors(self, factors: Tensor) -> Tensor:
         """Return where to write the next values of `factors`, which are small and count once they are committed."""
-        tag = f"{len(self._staged_factors)} staged factors"
-        staged = self.scratch.take(tag, tuple(factors.shape), factors.dtype, factors.device)
+        if self.per_step:  # scratch memory ends with the bucket
+            staged = torch.empty_like(factors)
+        else:
+            tag = f"{len(self._staged_factors)} staged factors"
+            staged = self.scratch.take(tag, tuple(factors.shape), factors.dtype, factors.device, lasting=True)
         self._staged_factors.append((factors, staged))
         return staged
 
@@ -131,7 +115,7 @@ class Transaction:
 
     def check_results(self) -> list[Tensor]:
         """Return the flags of all results so far; results without one are looked at now, before they may change."""
-        self.flags.extend(all_finite(values) for values in self._unchecked)
+        self.flags.extend(map(all_finite, self._unchecked))
         self._unchecked = []
         self._checked = len(self.flags)
         return self.flags
@@ -166,7 +150,9 @@ class Transaction:
                 with self.lock:
                     self._commit()
             self.begin_step()
+        self.scratch.end_bucket()
         if last:
+            self.scratch.end_step()
             self.steps += 1
 
     def _commit(self) -> None:

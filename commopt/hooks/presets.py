@@ -160,19 +160,43 @@ def _object(text: str) -> Any:
         raise ConfigurationError(f"{text!r} is none of {', '.join(kinds)} with its options, as {examples}") from None
 
 
-def _preset(name: str, about: str, build: Callable[..., Aggregator]) -> Preset:
-    """Make a preset of the function that builds its aggregator, whose signature has the options."""
+_MEMORY = (
+    "Memory beside DDP's: at most `{}` bytes on each rank, with n elements of gradients, m of them in the largest "
+    "bucket (in DDP's first step all), N nodes of L ranks and P ranks in all{}."
+)
+# In messages, 4 m bytes: the staged residual; a region in one piece, to encode it or as it is decoded; rows.
+_SCRATCH = "12 * m"
+_OF_RANKS = f"4 * n + (P > 2) * 4 * n / P + {_SCRATCH}"
+_OF_NODES = f"4 * n / L + (N > 2) * 4 * n / P + {_SCRATCH}"
+_OF_FACTORS = "; the factors are small"
+
+
+def _preset(name: str, about: str, build: Callable[..., Aggregator], memory: str = "", also: str = "") -> Preset:
+    """Make a preset of the function that builds its aggregator, whose signature has the options.
+
+    memory: the formula, in Python. also: what is to be said of it.
+    """
     build.__name__ = build.__qualname__ = name
     build.__module__ = __name__
-    build.__doc__ = about
+    first, *rest = about.split("\n\n", 1)
+    build.__doc__ = "\n\n".join([first, *([_MEMORY.format(memory, also)] if memory else []), *rest])
     return PRESETS.setdefault(name, Preset(build))
 
 
-def _preset_of(name: str, about: str, kind: type[Any], *, between_nodes: bool = False, **defaults: Any) -> Preset:
+def _preset_of(
+    name: str,
+    about: str,
+    kind: type[Any],
+    memory: str = "",
+    also: str = "",
+    *,
+    between_nodes: bool = False,
+    **defaults: Any,
+) -> Preset:
     """Make a preset whose options are the fields of `kind`, an aggregator or a compressor, and of what is put around.
 
     A compressor goes into Compressed(...), and with `between_nodes` the whole into Hierarchical(...). about: says what
-    it does, {} where. defaults: other ones than the fields have.
+    it does, {} where. memory, also: as `_preset` has them. defaults: other ones than the fields have.
     """
     around: dict[type[Any], tuple[str, ...]] = {}
     if issubclass(kind, Compressor):
@@ -198,7 +222,7 @@ def _preset_of(name: str, about: str, kind: type[Any], *, between_nodes: bool = 
     build.__signature__ = Signature(shown)  # type: ignore[attr-defined]
     where = "between the nodes, exact inside them" if between_nodes else "between all ranks"
     docs = [f"{each.__name__}: {inspect.getdoc(each)}" for each in (kind, *around)]
-    return _preset(name, "\n\n".join([about.format(where), "Options, by name:", *docs]), build)
+    return _preset(name, "\n\n".join([about.format(where), "Options, by name:", *docs]), build, memory, also)
 
 
 def _options_of(kind: type[Any]) -> list[Parameter]:
@@ -215,9 +239,13 @@ flat = _preset(
     "flat",
     "One all_reduce over all ranks, as in stock DDP; the ranks of a node are neighbours.",
     lambda: Flat(),
+    "0",
 )
 hierarchical = _preset(
-    "hierarchical", "Exact average; each of N nodes sends only 2 (N-1)/N of the gradient.", lambda: Hierarchical()
+    "hierarchical",
+    "Exact average; each of N nodes sends only 2 (N-1)/N of the gradient.",
+    lambda: Hierarchical(),
+    "8 * m",
 )
 
 
@@ -230,6 +258,8 @@ hierarchical_bf16 = _preset(
     "As hierarchical, with bfloat16 between the nodes and float32 sums: half the bytes on the slow network.\n\n"
     'rounding: "stochastic" rounds at random, so that the mean over steps is exact; see Cast.',
     _bf16,
+    "8 * m",
+    "; with lossless=True `12 * m`",
 )
 
 _BITS = "8, 4 or 2 bits per element {}, with error feedback."
@@ -239,19 +269,36 @@ _LARGEST = "The largest elements {}, with error feedback. The residual is a mome
 # 4 KiB with bfloat16 values: on 10 Gb/s 3 us, less than a message takes that has nothing in it.
 _FREE_ELEMENTS = 1024
 
-quantized = _preset_of("quantized", _BITS, Quantize)
-onebit = _preset_of("onebit", _SIGNS, OneBit)
-powersgd = _preset_of("powersgd", _FACTORS, PowerSGD)
-dgc = _preset_of("dgc", _LARGEST, DGC, min_elements=_FREE_ELEMENTS)
-hierarchical_quantized = _preset_of("hierarchical_quantized", _BITS, Quantize, between_nodes=True)
-hierarchical_onebit = _preset_of("hierarchical_onebit", _SIGNS, OneBit, between_nodes=True)
-hierarchical_powersgd = _preset_of("hierarchical_powersgd", _FACTORS, PowerSGD, between_nodes=True)
-hierarchical_dgc = _preset_of("hierarchical_dgc", _LARGEST, DGC, between_nodes=True, min_elements=_FREE_ELEMENTS)
+_MASKED = "; 5 bytes more for each element that no rank has touched yet"
+_WITH_ADAM = "; with adam= `12 * n / L + (N > 2) * 4 * n / P + 24 * m`"
+
+quantized = _preset_of("quantized", _BITS, Quantize, _OF_RANKS, _MASKED)
+onebit = _preset_of("onebit", _SIGNS, OneBit, _OF_RANKS, _MASKED)
+powersgd = _preset_of("powersgd", _FACTORS, PowerSGD, f"4 * n + {_SCRATCH}", _OF_FACTORS)
+dgc = _preset_of("dgc", _LARGEST, DGC, _OF_RANKS, min_elements=_FREE_ELEMENTS)
+hierarchical_quantized = _preset_of(
+    "hierarchical_quantized", _BITS, Quantize, _OF_NODES, _MASKED + _WITH_ADAM, between_nodes=True
+)
+hierarchical_onebit = _preset_of(
+    "hierarchical_onebit", _SIGNS, OneBit, _OF_NODES, _MASKED + _WITH_ADAM, between_nodes=True
+)
+hierarchical_powersgd = _preset_of(
+    "hierarchical_powersgd",
+    _FACTORS,
+    PowerSGD,
+    f"4 * n / L + {_SCRATCH}",
+    f", over gloo `4 * n + {_SCRATCH}`{_OF_FACTORS}",
+    between_nodes=True,
+)
+hierarchical_dgc = _preset_of(
+    "hierarchical_dgc", _LARGEST, DGC, _OF_NODES, _WITH_ADAM, between_nodes=True, min_elements=_FREE_ELEMENTS
+)
 
 
-def _local(name: str, about: str, **defaults: Any) -> Preset:
+def _local(name: str, about: str, memory: str, **defaults: Any) -> Preset:
     """Make a preset whose options are those of LocalSGD."""
-    preset = _preset_of(name, about, LocalSGD, **defaults)
+    also = "; in rounds m are the elements of the largest message of parameters (25 MiB, or one parameter)"
+    preset = _preset_of(name, about, LocalSGD, memory, also, **defaults)
     LOCAL_PRESETS[name] = PRESETS.pop(name)
     return preset
 
@@ -259,6 +306,7 @@ def _local(name: str, about: str, **defaults: Any) -> Preset:
 diloco = _local(
     "diloco",
     "DiLoCo (Douillard et al., arXiv 2311.08105): float32 deltas every 500 steps, then Nesterov's, 0.9 at rate 0.7.",
+    "4 * n + 8 * n / L + 16 * m",  # the parameters on their way, those agreed on, and the momentum
     period=500,
     outer=Outer(lr=0.7, momentum=0.9, nesterov=True),
 )
@@ -266,6 +314,7 @@ onebit_local = _local(
     "onebit_local",
     "Signs of deltas and a scale per block, with error feedback (arXiv 1901.09847, there of gradients), every 16 "
     "steps: for AdamW on the slowest links.",
+    "4 * n + 8 * n / L + (N > 2) * 4 * n / P + 16 * m",
     period=16,
     compressor=OneBit(),
 )

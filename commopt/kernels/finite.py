@@ -10,12 +10,15 @@ import torch
 from torch import Tensor
 
 
-def all_finite(values: Tensor, below: float = inf) -> Tensor:
-    """Return whether all elements are smaller in magnitude than `below`, which no NaN is: bool, 0-d."""
+def all_finite(values: Tensor, dtype: torch.dtype | None = None, below: float = inf) -> Tensor:
+    """Return whether all elements, once rounded to `dtype`, are smaller than `below` in magnitude: bool, 0-d.
+
+    No NaN is. Rounding is monotonic, so the largest element tells.
+    """
     if values.numel() == 0:
         return torch.ones((), dtype=torch.bool, device=values.device)
     largest: Tensor = torch.linalg.vector_norm(values, inf)
-    return largest < below  # isfinite() alone would be four kernels
+    return (largest if dtype is None else largest.to(dtype)) < below  # isfinite() alone would be four kernels
 
 
 def all_true(flags: Sequence[Tensor]) -> Tensor:

@@ -68,6 +68,7 @@ def calibrate(
             calls = min(_MOST_CALLS, max(_FEWEST_CALLS, ceil(_LONG_ENOUGH_US / once_us)))
             points[name].append((nbytes, timed.mean_us(calls)))
             left_us -= once_us + calls * points[name][-1][1]
+            del timed  # before the next one takes memory
     return points
 
 

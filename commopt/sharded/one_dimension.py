@@ -135,7 +135,8 @@ class OneDimension(Backwards):
         self.sent.count_calls(key, partial(gather.calls, dtype, crosses=crosses, exact=exact), team)
 
         def task() -> None:
-            gather(output, source, self.store.scratch, crosses=crosses)
+            with self.store.scratch.frame():
+                gather(output, source, self.store.scratch, crosses=crosses)
 
         self.client.submit(f"weights of {_title(gather.parts)}", task, output, (source,), numel=output.numel()).wait()
 
