@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The few elements that can still be selected once the first level is known, and how a CUDA block visits them.
 //
-// While p is written each tile keeps its largest elements, as many as there are slots for: from a bin of the first level
-// on. If the threshold turns out to be there or above, the candidates are among them and p is not read again.
+// While p is written each tile keeps its largest elements, as many as there are slots for: from a bin of the first
+// level on. If the threshold turns out to be there or above, the candidates are among them and p is not read again.
 //
 // The threshold is then known up to an eighth of an octave: of 4096 elements of a bell curve, at most 15 are candidates
 // where 4 are selected, and at most 95 where 41 are. A tile with more of them than slots, be it of a layer with large
