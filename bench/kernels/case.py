@@ -189,6 +189,22 @@ def compiled_int8_blocks(values: Tensor, residual: Tensor, scale: float, block: 
     return Implementation("torch.compile", partial(compiled, values[:numel], residual[:numel], scale, block))
 
 
+def torchao_int8_blocks(values: Tensor, block: int) -> Implementation:
+    """Return torchao's quantization of whole blocks: codes and scales of `values`, no factor and no residual."""
+    blocks = values[: values.numel() // block * block].view(-1, block)
+
+    def quantize() -> Tensor:
+        # Absent where it is not installed: then it is reported as missing.
+        from torchao.quantization import quant_primitives as torchao
+
+        shape = (1, block)
+        scales, zeros = torchao.choose_qparams_affine(blocks, torchao.MappingType.SYMMETRIC, shape, torch.int8)
+        codes: Tensor = torchao.quantize_affine(blocks, shape, scales, zeros, torch.int8)
+        return codes
+
+    return Implementation("torchao", quantize)
+
+
 def topk_route(values: Tensor, old: Tensor, new: Tensor, sent: Tensor, scale: float) -> Tensor:
     """Put the largest elements of old + scale * values into `sent`, the others into `new`; return where they were."""
     torch.add(old, values, alpha=scale, out=new)
