@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
+from importlib import import_module
 from typing import Any, Literal
 
 import torch
@@ -194,9 +195,7 @@ def torchao_int8_blocks(values: Tensor, block: int) -> Implementation:
     blocks = values[: values.numel() // block * block].view(-1, block)
 
     def quantize() -> Tensor:
-        # Absent where it is not installed: then it is reported as missing.
-        from torchao.quantization import quant_primitives as torchao
-
+        torchao: Any = import_module("torchao.quantization.quant_primitives")  # where it is absent, that is reported
         shape = (1, block)
         scales, zeros = torchao.choose_qparams_affine(blocks, torchao.MappingType.SYMMETRIC, shape, torch.int8)
         codes: Tensor = torchao.quantize_affine(blocks, shape, scales, zeros, torch.int8)
