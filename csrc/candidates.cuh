@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The few elements that can still be selected once the first level is known, and how a CUDA block visits them.
 //
-// While p is written each tile keeps its largest elements, as many as there are slots for: from a bin of the first level
-// on. If the threshold turns out to be there or above, the candidates are among them and p is not read again.
+// While p is written each tile keeps its largest elements, as many as there are slots for: from a bin of the first
+// level on. If the threshold turns out to be there or above, the candidates are among them and p is not read again;
+// if not, there are too many of them.
 //
 // The threshold is then known up to an eighth of an octave: of 4096 elements of a bell curve, at most 15 are candidates
 // where 4 are selected, and at most 95 where 41 are. A tile with more of them than slots, be it of a layer with large
@@ -18,7 +19,7 @@ constexpr int CAPACITY = 256;   // 1544 bytes a tile, 3/8 byte an element
 constexpr int SLOT_STEPS = CAPACITY / LANES;
 
 // The elements of a tile whose key is not below what the first level has found, in ascending order. Zeros are never
-// among them: where zero is not too small, all elements of a tile are candidates, which is too many.
+// among them: where zero is not too small, the tile is read in full.
 struct Candidates {
     float value[CAPACITY];
     unsigned short element[CAPACITY];   // within the tile
@@ -33,7 +34,7 @@ struct Candidates {
         const unsigned int those = vote(keep);
         if (those == 0) return slots;   // as nearly always
         const unsigned int slot = slots + before_lane(those);
-        if (keep && slot < CAPACITY) {
+        if (keep) {
             this->value[slot] = value;
             this->element[slot] = static_cast<unsigned short>(element);
         }

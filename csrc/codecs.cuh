@@ -152,7 +152,8 @@ struct Centroids {
     unsigned int packed;
 
     template <int MEMBERS>
-    __device__ __forceinline__ Centroids(const Team<MEMBERS>& team, const Tile& tile, float absmax, long long block_numel)
+    __device__ __forceinline__ Centroids(const Team<MEMBERS>& team, const Tile& tile, float absmax,
+                                         long long block_numel)
         : inverse(inverse_of(absmax, 1.0f)) {
         float all = 0.0f;
 #pragma unroll

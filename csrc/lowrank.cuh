@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// left right^T for stacks of factors: written, or subtracted from matrices; and matrices times factors. In float32 whatever the matrix units are
-// allowed to do: ranks must agree on every bit, and a residual must have what the product left out.
+// left right^T for stacks of factors, written or subtracted from matrices; and matrices times factors. In float32
+// whatever the matrix units are allowed to do: ranks must agree on every bit, and a residual must have what the product
+// left out.
 #pragma once
 
 #include "columns.cuh"
@@ -31,7 +32,7 @@ struct Subtract {
 
 // The part of a matrix that a CUDA block has. Each warp has every MAX_WARPS-th of its rows, each lane every LANES-th of
 // its columns: accesses of a warp are contiguous.
-struct Part {
+struct MatrixPart {
     long long matrix;
     long long first_row;
     long long first_col;
@@ -40,7 +41,7 @@ struct Part {
     int warp;
     int lane;
 
-    __device__ __forceinline__ Part(long long all_rows, long long all_cols)
+    __device__ __forceinline__ MatrixPart(long long all_rows, long long all_cols)
         : warp(static_cast<int>(threadIdx.x) / LANES), lane(static_cast<int>(threadIdx.x) % LANES) {
         const long long down = (all_rows + TILE_ROWS - 1) / TILE_ROWS;
         const long long across = (all_cols + TILE_COLS - 1) / TILE_COLS;
@@ -64,7 +65,7 @@ struct Elements {
 
     __device__ __forceinline__ Elements() {}
 
-    __device__ __forceinline__ Elements(const Part& part, int begin, const float* lines, long long cols) {
+    __device__ __forceinline__ Elements(const MatrixPart& part, int begin, const float* lines, long long cols) {
 #pragma unroll
         for (int i = 0; i < ROWS_TOGETHER; ++i) {
             const float* line = lines + (begin + i) * MAX_WARPS * cols;
@@ -106,8 +107,8 @@ struct FactorRow {
 // With so few columns all of a thread's factors fit into its registers: no panel, no barrier, and what is read of the
 // matrices leaves together with the factors.
 template <typename Combine>
-__device__ __forceinline__ void multiply_few(const Part& part, const float* left, const float* right, long long cols,
-                                             int columns, float* lines) {
+__device__ __forceinline__ void multiply_few(const MatrixPart& part, const float* left, const float* right,
+                                             long long cols, int columns, float* lines) {
     const bool whole =
         columns == FEW_COLUMNS && misalignment<FEW_COLUMNS>(left) == 0 && misalignment<FEW_COLUMNS>(right) == 0;
     const auto right_row = [&](int j) {
@@ -147,7 +148,7 @@ __device__ __forceinline__ void multiply(const float* left, const float* right, 
                                          long long rank, float* matrices) {
     __shared__ float left_panel[TILE_ROWS][PANEL + 1];   // an odd number of elements apart: different banks
     __shared__ float right_panel[TILE_COLS][PANEL + 1];
-    const Part part(rows, cols);
+    const MatrixPart part(rows, cols);
     left += (part.matrix * rows + part.first_row) * rank;
     right += (part.matrix * cols + part.first_col) * rank;
     float* lines = matrices + (part.matrix * rows + part.first_row + part.warp) * cols + part.first_col + part.lane;

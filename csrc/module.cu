@@ -51,8 +51,9 @@ const std::map<std::string, Kernel>& kernels() {
         KERNEL(recode_uniform8), KERNEL(recode_uniform4), KERNEL(recode_uniform2), KERNEL(recode_companded4),
         KERNEL(recode_centroids2), KERNEL(recode_sign_mean), KERNEL(recode_sign_rms),
         KERNEL(recode_uniform8_stochastic), KERNEL(recode_uniform4_stochastic), KERNEL(recode_uniform2_stochastic),
-        KERNEL(cast_stochastic), KERNEL(sparse_accumulate), KERNEL(sparse_threshold), KERNEL(sparse_collect), KERNEL(sparse_histogram),
-        KERNEL(sparse_count), KERNEL(sparse_offsets), KERNEL(sparse_write), KERNEL(sparse_decode),
+        KERNEL(cast_stochastic), KERNEL(sparse_accumulate), KERNEL(sparse_threshold), KERNEL(sparse_collect),
+        KERNEL(sparse_histogram), KERNEL(sparse_count), KERNEL(sparse_offsets), KERNEL(sparse_write),
+        KERNEL(sparse_decode),
         KERNEL(factor_absmax), KERNEL(factor_gram), KERNEL(factor_solve),
         KERNEL(lowrank_decode), KERNEL(lowrank_project), KERNEL(lowrank_subtract),
     };

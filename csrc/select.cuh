@@ -2,8 +2,8 @@
 // The exact k-th largest key of each row, by a radix histogram over the bits of a float32: 11, 11 and 9 of them, from
 // the top. No threshold is guessed and nothing is tried again, so the host never waits.
 //
-// The first level is counted while p is written. That pass also keeps each tile's largest elements, among which are those
-// that can still be selected (candidates.cuh), and what follows reads no others. So an element moves 12 bytes, if
+// The first level is counted while p is written. That pass also keeps each tile's largest elements, among which are
+// those that can still be selected (candidates.cuh), and what follows reads no others. So an element moves 12 bytes, if
 // gradients are float32: 4 of gradient and 4 of residual are read, and 4 of p written. A tile whose candidates are not
 // among those is read once more, 4 bytes an element, and one with too many of them four times, 16 bytes; with a loss
 // scale all of p is read and written once more, 8 bytes.

@@ -107,7 +107,8 @@ extern "C" __global__ void sparse_accumulate(const void* values, long long dtype
                                              Candidates* candidates) {
     __shared__ unsigned int block_bins[BINS];
     const Span span(chunk_numel, numel, blockIdx.x);
-    const Addition addition({residual, decay, loss_scale}, span);   // before the gradients: all loads leave before the first is waited for
+    // Before the gradients: all loads leave before the first is waited for.
+    const Addition addition({residual, decay, loss_scale}, span);
     Strip<STEPS> strip = gradients(values, dtype, scale, span);
     if (residual != nullptr) addition.add_residual(strip);
     const Share<float> share = warp_share(p, span);

@@ -31,24 +31,6 @@ __device__ __forceinline__ unsigned int collect_kept(const Histogram& histogram,
     return number;
 }
 
-// The same of all elements of the tile.
-__device__ __forceinline__ unsigned int collect_all(const Histogram& histogram, const float* p, const Span& span,
-                                                    Candidates& candidates) {
-    unsigned int number = 0;
-#pragma unroll 1
-    for (int first = 0; first < TILE_NUMEL; first += WARP_NUMEL) {
-        const Share<const float> share(p, span, first);
-        const Strip<STEPS> strip = share.read();
-#pragma unroll
-        for (int step = 0; step < STEPS; ++step) {
-            const bool can_be_selected = key_of(strip.value[step]) >= histogram.found;
-            if (can_be_selected) histogram.count(strip.value[step]);
-            number = candidates.append(can_be_selected, strip.value[step], share.element + step * LANES, number);
-        }
-    }
-    return number;
-}
-
 // sparse_collect: one CUDA block of 256 threads per group. Each warp finds the candidates of its tile, and counts their
 // bins of the second level.
 extern "C" __global__ void sparse_collect(const float* p, long long numel, long long chunk_numel,
@@ -60,9 +42,16 @@ extern "C" __global__ void sparse_collect(const float* p, long long numel, long 
     __syncthreads();
     if (group.own < group.tiles) {
         Candidates& target = candidates[group.index(group.own)];
-        const unsigned int number = target.reach(histogram.found)
-                                        ? collect_kept(histogram, target)
-                                        : collect_all(histogram, p, group.span(numel, group.own), target);
+        unsigned int number = CAPACITY + 1;
+        if (target.reach(histogram.found)) {
+            number = collect_kept(histogram, target);
+        } else {
+            const Span span = group.span(numel, group.own);
+#pragma unroll 1
+            for (int first = 0; first < TILE_NUMEL; first += WARP_NUMEL) {
+                count_bins(histogram, Share<const float>(p, span, first).read());
+            }
+        }
         if (lane_of_thread() == 0) target.number = number;
     }
     __syncthreads();

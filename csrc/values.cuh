@@ -11,7 +11,8 @@ struct Values {
     double scale;
 
     template <int MEMBERS>
-    __device__ __forceinline__ void load_block(const Team<MEMBERS>& team, long long begin, int present, Tile& tile) const {
+    __device__ __forceinline__ void load_block(const Team<MEMBERS>& team, long long begin, int present,
+                                               Tile& tile) const {
         switch (dtype) {   // equal in all threads, and decided before the loads, which then leave together
             case FLOAT32: return load_as<float>(team, begin, present, tile);
             case FLOAT16: return load_as<Half>(team, begin, present, tile);

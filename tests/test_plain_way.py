@@ -16,17 +16,17 @@ from tests.test_cuda_streams import Echo
 
 # Kernels of ours, operations of torch (NCCL's among them), calls of Python functions: upper bounds.
 BOUNDS = {
-    ("flat", 2): (0, 2, 75),
-    ("hierarchical_bf16", 2): (0, 5, 120),
-    ("hierarchical_quantized", 2): (2, 10, 160),
-    ("hierarchical_quantized:bits=4", 2): (2, 10, 160),
-    ("hierarchical_quantized:bits=2", 2): (2, 9, 160),
-    ("hierarchical_onebit", 2): (2, 20, 200),
-    ("hierarchical_dgc", 2): (10, 21, 225),
-    ("hierarchical_powersgd", 2): (16, 36, 375),
-    ("hierarchical_quantized", 4): (3, 11, 220),
-    ("hierarchical_dgc", 4): (10, 23, 240),
-    ("hierarchical_powersgd", 4): (16, 36, 400),
+    ("flat", 2): (0, 2, 55),
+    ("hierarchical_bf16", 2): (0, 5, 130),
+    ("hierarchical_quantized", 2): (2, 10, 180),
+    ("hierarchical_quantized:bits=4", 2): (2, 10, 180),
+    ("hierarchical_quantized:bits=2", 2): (2, 9, 180),
+    ("hierarchical_onebit", 2): (2, 20, 245),
+    ("hierarchical_dgc", 2): (10, 21, 270),
+    ("hierarchical_powersgd", 2): (20, 36, 375),
+    ("hierarchical_quantized", 4): (3, 11, 250),
+    ("hierarchical_dgc", 4): (20, 38, 450),
+    ("hierarchical_powersgd", 4): (20, 36, 400),
 }
 REPLAYED = 60  # functions
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
+from importlib import import_module
 from typing import Any, Literal
 
 import torch
@@ -187,6 +188,20 @@ def compiled_int8_blocks(values: Tensor, residual: Tensor, scale: float, block: 
     numel = values.numel() // block * block
     compiled = torch.compile(int8_blocks, dynamic=False)
     return Implementation("torch.compile", partial(compiled, values[:numel], residual[:numel], scale, block))
+
+
+def torchao_int8_blocks(values: Tensor, block: int) -> Implementation:
+    """Return torchao's quantization of whole blocks: codes and scales of `values`, no factor and no residual."""
+    blocks = values[: values.numel() // block * block].view(-1, block)
+
+    def quantize() -> Tensor:
+        torchao: Any = import_module("torchao.quantization.quant_primitives")  # where it is absent, that is reported
+        shape = (1, block)
+        scales, zeros = torchao.choose_qparams_affine(blocks, torchao.MappingType.SYMMETRIC, shape, torch.int8)
+        codes: Tensor = torchao.quantize_affine(blocks, shape, scales, zeros, torch.int8)
+        return codes
+
+    return Implementation("torchao", quantize)
 
 
 def topk_route(values: Tensor, old: Tensor, new: Tensor, sent: Tensor, scale: float) -> Tensor:

@@ -8,6 +8,7 @@ from functools import partial
 from math import ceil, isqrt
 
 import torch
+from torch import Tensor
 
 from bench.kernels.case import (
     SCALE,
@@ -16,7 +17,6 @@ from bench.kernels.case import (
     Family,
     Implementation,
     Setting,
-    Target,
     compiled_int8_blocks,
     hook_orthogonalize,
     microseconds,
@@ -25,6 +25,7 @@ from bench.kernels.case import (
     times_copy_of,
     times_faster,
     topk_route,
+    torchao_int8_blocks,
 )
 from commopt.compress import COMPRESSORS, Blockwise, Cast, Compressor, OneBit, Quantize
 from commopt.kernels import lowrank, quantize, sparse
@@ -36,6 +37,7 @@ from commopt.kernels.residual import round_with_residual
 from commopt.kernels.sparse import SparseRow
 
 _INT8 = Quantize(8).codec
+_OF_COPY = (of_copy(0.85),)
 _RNG = RngKey(seed=1)
 
 
@@ -67,8 +69,8 @@ def _of_a_rank(codec: Codec, variant: str, setting: Setting) -> Iterator[Case]:
         (codec, values, sent, Encoding(chunk_numel, SCALE, residual, _RNG)),
         (values, residual.old),
         (sent, residual.new),
-        others=(compiled_int8_blocks(values, residual.old, SCALE, codec.block),) if on_gpu else (),
-        targets=_block_targets(codec, "encode"),
+        others=_int8_others(values, residual.old, codec.block) if on_gpu else (),
+        targets=_OF_COPY,
     )
     yield Case(
         "decode",
@@ -78,8 +80,12 @@ def _of_a_rank(codec: Codec, variant: str, setting: Setting) -> Iterator[Case]:
         (codec, payload, decoded, chunk_numel),
         (payload,),
         (decoded,),
-        targets=_block_targets(codec, "decode"),
+        targets=_OF_COPY,
     )
+
+
+def _int8_others(values: Tensor, old: Tensor, block: int) -> tuple[Implementation, ...]:
+    return compiled_int8_blocks(values, old, SCALE, block), torchao_int8_blocks(values, block)
 
 
 def _of_an_owner(codec: Codec, variant: str, setting: Setting) -> Iterator[Case]:
@@ -99,7 +105,7 @@ def _of_an_owner(codec: Codec, variant: str, setting: Setting) -> Iterator[Case]
         (codec, payloads, total),
         (payloads,),
         (total,),
-        targets=_block_targets(codec, "accumulate"),
+        targets=_OF_COPY,
     )
     yield Case(
         "recode",
@@ -109,16 +115,8 @@ def _of_an_owner(codec: Codec, variant: str, setting: Setting) -> Iterator[Case]
         (codec, payloads, sent, setting.numel, Encoding(chunk_numel, 1.0, residual, _RNG)),
         (payloads, residual.old),
         (sent, residual.new),
-        targets=_block_targets(codec, "recode"),
+        targets=_OF_COPY,
     )
-
-
-def _block_targets(codec: Codec, name: str) -> tuple[Target, ...]:
-    if codec.bits == 1:
-        return (of_copy(0.8),)
-    if codec == _INT8 and name in ("encode", "recode"):
-        return (of_copy(0.85 if name == "encode" else 0.8),)
-    return ()
 
 
 _CHOSEN: tuple[Compressor, ...] = (
@@ -132,8 +130,8 @@ _CHOSEN: tuple[Compressor, ...] = (
     OneBit(),
 )
 _DENSITIES = (0.001, 0.01)
-_PASSES_NBYTES = 20
-"""Of an element: gradient and residual read, the sum written, read again to choose from it, what is left written."""
+_PASSES_NBYTES = 12
+"""Of an element: gradient and residual read, the sum written, which is what is left of nearly all."""
 
 
 def sparse_families() -> list[Family]:
@@ -150,7 +148,16 @@ def _sparse_cases(density: float, setting: Setting) -> Iterator[Case]:
     title, total = f"{density:.1%} as bfloat16", torch.empty(setting.numel, device=setting.device)
     yield from _selections(row, title, setting)
     payload = payloads[:1]
-    yield Case("scatter", title, sparse.scatter, sparse_reference.scatter, (row, payload, total), (payload,), (total,))
+    yield Case(
+        "scatter",
+        title,
+        sparse.scatter,
+        sparse_reference.scatter,
+        (row, payload, total),
+        (payload,),
+        (total,),
+        targets=_OF_COPY,
+    )
     yield Case(
         "accumulate sparse",
         f"{title}, {setting.peers} peers",
@@ -159,6 +166,7 @@ def _sparse_cases(density: float, setting: Setting) -> Iterator[Case]:
         (row, payloads, total),
         (payloads,),
         (total,),
+        targets=_OF_COPY,
     )
 
 
@@ -194,12 +202,14 @@ def _products(setting: Setting) -> Iterator[Case]:
     left, right, out = (setting.random(1, side, _MATRIX_RANK) for _ in range(3))
     product, factors = torch.empty_like(matrices), (left, right)
     changed, variant = (matrices, *factors), f"rank {_MATRIX_RANK}"
-    read, reference = (matrices, right), lowrank_reference.project
-    yield Case("project", variant, lowrank.project, reference, (*read, out), read, (out,))
-    yield Case(
-        "decode low rank", variant, lowrank.decode, lowrank_reference.decode, (*factors, product), factors, (product,)
-    )
-    yield Case("subtract", variant, lowrank.subtract, lowrank_reference.subtract, changed, changed, (matrices,))
+    read = matrices, right
+    known = lowrank_reference
+    for name, kernel, plain, arguments, moved, written in (
+        ("project", lowrank.project, known.project, (*read, out), read, out),
+        ("decode low rank", lowrank.decode, known.decode, (*factors, product), factors, product),
+        ("subtract", lowrank.subtract, known.subtract, changed, changed, matrices),
+    ):
+        yield Case(name, variant, kernel, plain, arguments, moved, (written,), targets=_OF_COPY)
 
 
 def _bases(setting: Setting) -> Iterator[Case]:

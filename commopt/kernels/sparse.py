@@ -27,6 +27,7 @@ from commopt.kernels.loader import Arguments, Loader
 
 _THREADS = 256
 _TILE_NUMEL = 4096
+_SUM_NUMEL = 8192  # in shared memory at a time when rows are decoded
 _GROUP_TILES = 8  # one for each warp of a CUDA block
 _CANDIDATES_WORDS = 386  # of a tile: 256 values, 256 indices of 16 bits, how many there are, and from which key on
 _BINS = 2048
@@ -213,7 +214,7 @@ def _decode(kernels: Loader, row: SparseRow, payload: Tensor, rows: int, peers: 
         DTYPES[values.dtype],
         values.numel(),
     )
-    kernels.queue(values.device, "sparse_decode", rows * -(-row.chunk_numel // _TILE_NUMEL), _THREADS, arguments)
+    kernels.queue(values.device, "sparse_decode", rows * -(-row.chunk_numel // _SUM_NUMEL), _THREADS, arguments)
 
 
 def _accumulated(values: Tensor, scale: float, row: SparseRow, residual: ErrorFeedback | None) -> Arguments:
