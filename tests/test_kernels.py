@@ -191,12 +191,17 @@ class TestSparse:
         p[0, 9 * TILE_NUMEL - 1] = float("nan")
         larges[0][8] += 1
         keys = torch.tensor([[1.0, 0, 0, 0], [1.0, 0, 0, 0]]).view(torch.int32)
-        candidates = torch.full((20, 385), -1, dtype=torch.int32)
-        bins = torch.zeros(2, 2048, dtype=torch.int32)
+        candidates = torch.full((20, 386), -1, dtype=torch.int32)
+        first_bins, bins = torch.zeros(2, 2, 2048, dtype=torch.int32)
+        values, p = p, torch.empty_like(p)
+        written = (p.data_ptr(), first_bins.data_ptr(), candidates.data_ptr())
+        source = (values.data_ptr(), 0, values.numel(), 1.0, values.shape[1], 0, 1.0, 0)
+        either_first.launch("sparse_accumulate", 20, 256, 0, (*source, *written))
         pointers = (keys.data_ptr(), candidates.data_ptr(), bins.data_ptr())
         either_first.launch("sparse_collect", 4, 256, 0, (p.data_ptr(), p.numel(), p.shape[1], *pointers))
         numbers = [number for row in larges for number in row]
-        assert candidates[:, -1].tolist() == numbers
+        found = candidates[:, -2].tolist()
+        assert [min(number, CAPACITY + 1) for number in numbers] == found
         for number, tile, own in zip(numbers, p.view(20, TILE_NUMEL), candidates, strict=True):
             if number <= CAPACITY:
                 elements = (~(tile.abs() < 1.0)).nonzero().flatten()
