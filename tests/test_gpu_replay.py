@@ -106,7 +106,7 @@ def fail_to_capture(rank: int, world_size: int, device: str) -> tuple[list[float
         state = commopt.attach(module, aggregator, timeout=60)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
         inputs = [batch_of(rank, 0)[0].to(device)]
-        found.append([step(module, optimizer, inputs) for _ in range(6)])
+        found.append([step(module, optimizer, inputs) for _ in range(STEPS)])
         assert torch.randn(1000, device=device).isfinite().all()
         replayed = int(state.stats()["replayed"])
         state.close()
