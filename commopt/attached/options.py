@@ -76,6 +76,13 @@ class AttachOptions:
             refused={"replicated": _NEIGHBOURS},
         ),
     )
+    site: str | None = field(
+        default=None,
+        metadata=_rules(
+            "where this rank's node is, in a network whose nodes are not all equally near: any text, levels outermost "
+            'first as in "berlin/rack3". Default: COMMOPT_SITE, or the switches that Slurm names.',
+        ),
+    )
     scaler: Any = field(
         default=None,
         metadata=_rules(

@@ -89,6 +89,7 @@ class Registration:
             options.ranks_per_node,
             options.timeout,
             problem,
+            site=options.site,
             meets=True,
             aggregator=self.aggregator_name,
             **options.compared(),
@@ -185,7 +186,7 @@ class Registration:
         if self.averages is None or instead is not None:
             return usual
         rounds, steps = self.averages.sent.wire_bytes(), max(self.reduced_steps, 1)
-        return usual + WireBytes(rounds.intra // steps, rounds.inter // steps)
+        return usual + rounds // steps
 
     def model(self) -> TorchDDP | None:
         """Return the DDP model, whose own broadcasts a report tells; None for others."""
