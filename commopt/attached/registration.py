@@ -173,6 +173,8 @@ class Registration:
     def wire_bytes(self) -> WireBytes:
         """Return the payload this rank has sent."""
         sent = self.store.beside + self.sent.wire_bytes()
+        if self.joined is not None:  # a level over which nothing went is there all the same
+            sent += WireBytes(beyond=(0,) * self.joined.team.sites_above)
         return sent if self.averages is None else sent + self.averages.sent.wire_bytes()
 
     def usual_bytes(self, instead: Aggregator | None = None) -> WireBytes | None:

@@ -206,6 +206,11 @@ class TeamShape:
             if part is not None:
                 yield from part.parts
 
+    @property
+    def has_levels(self) -> bool:
+        """Whether there are levels below this team."""
+        return self.intra is not None or self.inter is not None
+
     @cached_property
     def sites_above(self) -> int:
         """How many levels of sites there are above the nodes, or the sites, that this team consists of."""
