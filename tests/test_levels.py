@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,13 +23,21 @@ from commopt import (
     ConfigurationError,
     Flat,
     Hierarchical,
+    Layout,
+    LocalSGD,
     OneBit,
     PowerSGD,
     Quantize,
 )
+from commopt.aggregate import Buffer, Call, call
+from commopt.cost import Curve, LinkKey, Links, LinksHeader, Speeds, cost, nominal_links
+from commopt.groups import Membership, Team, TeamShape
 from commopt.groups.sites import read_site
+from commopt.probe.operations import groups_of
 from tests.feedback_training import Training, total
+from tests.overheard import overheard
 from tests.ranks import run
+from tests.sharded_training import Made, attached, hsdp_mesh, local, plain_steps
 from tests.test_feedback_conservation import MIDDLE, check, keep_books
 from tests.test_feedback_state import assert_same, books_after, go_on, move
 from topology import Cluster
@@ -269,3 +279,133 @@ def test_a_level_that_divides_nothing_is_left_out() -> None:
 def test_a_mean_of_nodes_is_not_taken_of_sites() -> None:
     with pytest.raises(ConfigurationError, match="needs what each node made of its own"):
         Hierarchical(inter=Hierarchical(inter=Compressed(OneBit(), adam=Adam())))
+
+
+# ------------------------------------------------------------------------------------------- prices
+
+
+def site_links(shape: TeamShape) -> Links:
+    """Return links of 1 us a message of any length inside nodes and sites, and of 1 us a byte between sites."""
+    keys = [
+        LinkKey(level, primitive, ranks, groups)
+        for level in ("intra", "inter.intra", "inter.inter")
+        for primitive in ("reduce", "reduce_scatter", "all_reduce", "all_gather", "broadcast")
+        for ranks in (2, 3)
+        for groups in (1, 2, 4)
+    ]
+    slow = {key: Curve.linear(0.0, float(key.groups)) for key in keys if key.level == "inter.inter"}
+    return Links(LinksHeader(nodes=shape.ranks_per_node), {key: Curve.linear(1.0, 0.0) for key in keys} | slow)
+
+
+def test_a_price_is_the_sum_over_the_levels() -> None:
+    shape = TeamShape.of((2, 2, 2, 2), sites=((0, 0, 1, 1),))
+    numel = 1_000_000  # over gloo a leader of each node, and both nodes of a site
+    found = cost(Hierarchical(), numel, torch.float32, shape, site_links(shape))
+    assert found.intra_us == pytest.approx(2)
+    assert found.inter_us == pytest.approx(2 + 2 * 4 * numel / 2)  # two groups cross at once, with half of it each
+    quantized = cost(Hierarchical(Compressed(Quantize(8))), numel, torch.float32, shape, site_links(shape))
+    row = Quantize(8).payload_nbytes(numel // 4)  # all four ranks of a site have a shard
+    assert quantized.inter_us == pytest.approx(2 + 4 * row, rel=0.01)  # rows have headers
+
+
+@pytest.mark.parametrize("sites", [((0, 0, 0, 1, 1),), ((0, 0, 1, 1, 2), (0, 0, 0, 0, 1))])
+def test_every_rank_gives_the_same_price(sites: tuple[tuple[int, ...], ...]) -> None:
+    nodes = (2, 1, 2, 1, 3)
+    shapes = [TeamShape.of(nodes, rank, sites=sites) for rank in range(sum(nodes))]
+    links = nominal_links(shapes[0], Speeds(1.0, 10.0))
+    for aggregator in (Hierarchical(), Hierarchical(Compressed(Quantize(8)))):
+        prices = {cost(aggregator, 100_000, torch.float32, shape, links).total_us for shape in shapes}
+        assert len(prices) == 1
+
+
+def compare_calls(rank: int, world_size: int) -> list[str]:
+    """Return where the calls that an aggregator describes are not those that it makes."""
+    comm, differences = Communicator(), []
+    team = comm._membership.team
+    for aggregator in (Hierarchical(), Hierarchical(Compressed(Quantize(8))), Hierarchical(PowerSGD())):
+        for numel in (1, 7, 40_001):
+            made: list[Call] = []
+
+            def listen(team: Team, primitive: str, nbytes: int, roots: list[int], into: list[Call] = made) -> None:
+                into.extend(call(team, primitive, nbytes, *roots))
+
+            with patch.object(Membership, "compare_call"), overheard(listen):
+                comm.all_reduce(torch.ones(numel), aggregator=aggregator)
+            actions = aggregator.calls(Buffer(Layout.anonymous(numel), torch.float32), team)
+            if made != [each for each in actions if isinstance(each, Call)]:
+                differences.append(f"rank {rank}, {aggregator}, {numel}: {actions} promised, {made} made")
+    return differences
+
+
+@pytest.mark.parametrize("network", ["2 x 2 x 2", "(2+1) x (2+1+3)", "racks"])
+def test_calls_are_what_is_called(network: str) -> None:
+    differences = [each for mine in run_in(network, compare_calls) for each in mine]
+    assert not differences, "\n".join(differences)
+
+
+def probed(rank: int, world_size: int) -> list[tuple[LinkKey, bool]]:
+    return [(group.key("all_reduce"), group.team is not None) for group in groups_of(Communicator()._membership.team)]
+
+
+def test_every_level_is_timed_by_groups_that_are_complete() -> None:
+    for network in ("2 x 2 x 2", "(2+1) x (2+1+3)", "racks"):
+        found = run_in(network, probed)
+        keys = [key for key, _ in found[0]]
+        assert all([key for key, _ in mine] == keys for mine in found)
+        assert {"inter.intra", "inter.inter"} <= {key.level for key in keys}
+        for place, key in enumerate(keys):
+            taking_part = sum(mine[place][1] for mine in found)
+            assert taking_part >= key.ranks
+            assert taking_part % key.ranks == 0
+            assert taking_part == key.ranks or key.groups > 1 or key.level.endswith("intra")
+
+
+# ------------------------------------------------------------------------------------------- FSDP2, local updates
+
+
+def weights_of_replicas(rank: int, world_size: int, choice: Aggregator | None) -> list[Tensor]:
+    net = Made(mesh=hsdp_mesh(4, 2))()
+    with nullcontext() if choice is None else attached(net, choice):
+        plain_steps(net, 3)
+    return [values.clone() for values in local(net)]
+
+
+def test_replicas_of_fsdp_in_sites_train_as_stock_ones() -> None:
+    stock = run(weights_of_replicas, 8, None, nodes=(2, 2, 2, 2))
+    exact, compressed = (
+        run_in("2 x 2 x 2", weights_of_replicas, choice)
+        for choice in (Hierarchical(), Hierarchical(Compressed(Quantize(8))))
+    )
+    for rank in range(8):
+        for one, other, rough, replica in zip(
+            stock[rank], exact[rank], compressed[rank], compressed[rank % 2], strict=True
+        ):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(one, rough, rtol=0.1, atol=0.1)
+            assert torch.equal(rough, replica)
+
+
+def trained(rank: int, world_size: int, choice: Aggregator) -> list[Tensor]:
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Linear(64, 64))
+    state = commopt.attach(ddp, choice)
+    optimizer = state.optimizer(ddp.parameters(), lr=0.01) if choice.adam else torch.optim.SGD(ddp.parameters(), 0.01)
+    for step in range(4):
+        optimizer.zero_grad()
+        torch.manual_seed(10 * step + rank)
+        ddp(torch.randn(8, 64)).square().mean().backward()
+        optimizer.step()
+    return [values.detach().clone() for values in ddp.parameters()]
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [Hierarchical(Compressed(OneBit(), adam=Adam())), LocalSGD(period=2), LocalSGD(period=2, compressor=OneBit())],
+    ids=["adam", "local", "deltas"],
+)
+def test_what_nodes_make_of_their_own_is_not_added_up_in_sites(choice: Aggregator) -> None:
+    told = run_in("2 x 2 x 2", trained, choice)
+    untold = run(trained, 8, choice, nodes=(2, 2, 2, 2))
+    for mine, other in zip(told, untold, strict=True):
+        for one, two in zip(mine, other, strict=True):
+            torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-6)

@@ -93,7 +93,7 @@ class LinkProber:
     ) -> None:
         self._membership = membership
         self._options = options
-        self._groups = [group for group in groups_of(membership.team) if group.level in options.parts]
+        self._groups = [group for group in groups_of(membership.team) if group.level.partition(".")[0] in options.parts]
         self._work = work_of(compressors) if "work" in options.parts else []
         self._timer = LaneTimer(membership)
         self._left_us = options.budget_s * _US
