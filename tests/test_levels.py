@@ -102,7 +102,7 @@ def test_exact_averages_are_those_of_float64(network: str) -> None:
 
 @pytest.mark.parametrize("network", ["2 x 2 x 2", "(2+1) x (2+1+3)", "racks"])
 def test_a_value_that_is_no_number_reaches_every_rank(network: str) -> None:
-    tried = [Hierarchical(), Hierarchical(Compressed(Quantize(8))), Hierarchical(PowerSGD())]
+    tried = [Hierarchical(), Hierarchical(Compressed(Quantize(4))), Hierarchical(PowerSGD())]
     for result in run_in(network, average, tried, 1):
         assert not any(buffer.isfinite().all() for buffer in result)
 
@@ -137,11 +137,19 @@ def paths_of(rank: int, world_size: int, aggregator: Aggregator) -> set[str]:
 
 def test_a_residual_is_at_the_level_that_compresses() -> None:
     four_bits = Compressed(Quantize(4, 64))
+
+    def paths(found: Sequence[set[str]]) -> set[str]:
+        return set[str]().union(*found)
+
+    assert paths(run(paths_of, 8, Hierarchical(four_bits), nodes=(2, 2, 2, 2))) == {"inter"}
     told = run_in("2 x 2 x 2", paths_of, Hierarchical(four_bits))
-    assert set().union(*told) == {"inter.inter"}
-    assert run_in("2 x 2 x 2", paths_of, Hierarchical(inter=Hierarchical(inter=four_bits))) == told
-    assert set().union(*run_in("racks", paths_of, Hierarchical(four_bits))) == {"inter.inter.inter"}
-    assert set().union(*run(paths_of, 8, Hierarchical(four_bits), nodes=(2, 2, 2, 2))) == {"inter"}
+    assert paths(told) == {"inter.intra", "inter.inter"}
+    same = Hierarchical(inter=Hierarchical(intra=Compressed(Quantize(8)), inter=four_bits))
+    assert run_in("2 x 2 x 2", paths_of, same) == told
+    exact = Hierarchical(inter=Hierarchical(inter=four_bits))
+    assert paths(run_in("2 x 2 x 2", paths_of, exact)) == {"inter.inter"}
+    racks = {"inter.intra", "inter.inter.intra", "inter.inter.inter"}
+    assert paths(run_in("racks", paths_of, Hierarchical(four_bits))) == racks
 
 
 @pytest.mark.parametrize("strategy", ["inter 4 bits", "inter rank 2"])
@@ -171,6 +179,17 @@ def test_resuming_in_a_network_with_sites_changes_no_bit(tmp_path: Path, network
 
 
 # ------------------------------------------------------------------------------------------- bytes
+
+
+@pytest.mark.parametrize(("network", "share"), [("2 x 2 x 2", 0.27), ("3 + 2", 0.55)])
+def test_inside_a_site_8_bits_travel_up_and_down(network: str, share: float) -> None:
+    """Of three nodes two are leaders; rows of the third stay empty, and travel."""
+    four_bits = Compressed(Quantize(4))
+    compressed = run_in(network, count_bytes, Hierarchical(four_bits), 1_000_000)
+    exact = run_in(network, count_bytes, Hierarchical(inter=Hierarchical(inter=four_bits)), 1_000_000)
+    for mine, other in zip(compressed, exact, strict=True):
+        assert mine["inter.intra"] <= share * other["inter.intra"]
+        assert mine["inter.inter"] == pytest.approx(other["inter.inter"], rel=0.01)
 
 
 def count_bytes(rank: int, world_size: int, aggregator: Aggregator, numel: int) -> dict[str, int]:
@@ -276,6 +295,21 @@ def test_a_level_that_divides_nothing_is_left_out() -> None:
     assert nodes.in_sites(["", "", "", ""]) == nodes
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"intra": Flat()}, r"must be a Compressed\(...\) without adam and packed"),
+        ({"intra": Compressed(OneBit())}, "is too weak to encode twice"),
+        ({"intra": Compressed(Quantize(4))}, "does not keep zeros; use Quantize"),
+        ({"intra": Compressed(Quantize(8)), "inter": PowerSGD()}, "PowerSGD needs exact sums inside nodes"),
+        ({"intra": Compressed(Quantize(8)), "form": "leader"}, "has one form of its own; leave form"),
+    ],
+)
+def test_compression_inside_that_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        Hierarchical(**options)
+
+
 def test_a_mean_of_nodes_is_not_taken_of_sites() -> None:
     with pytest.raises(ConfigurationError, match="needs what each node made of its own"):
         Hierarchical(inter=Hierarchical(inter=Compressed(OneBit(), adam=Adam())))
@@ -289,7 +323,7 @@ def site_links(shape: TeamShape) -> Links:
     keys = [
         LinkKey(level, primitive, ranks, groups)
         for level in ("intra", "inter.intra", "inter.inter")
-        for primitive in ("reduce", "reduce_scatter", "all_reduce", "all_gather", "broadcast")
+        for primitive in ("reduce", "reduce_scatter", "all_reduce", "all_gather", "broadcast", "all_to_all")
         for ranks in (2, 3)
         for groups in (1, 2, 4)
     ]

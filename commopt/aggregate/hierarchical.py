@@ -10,14 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, get_args
 
 import torch
 from torch import Tensor
 
 from commopt.aggregate.adam import Adam
 from commopt.aggregate.base import Action, Aggregator, Buffer, Flat, WorkKind, call, mark_non_finite, work
-from commopt.aggregate.shards import division, reshard, undivided
+from commopt.aggregate.compressed import Compressed
+from commopt.aggregate.forms import Form, Levels, alone, choose_form, levels_of
+from commopt.aggregate.inside import Rows, check_inside, through_rows, usual_inside
+from commopt.aggregate.shards import division, reshard, shard_memory, undivided
 from commopt.aggregate.sums import LinearAggregator, Sums
 from commopt.compress import KernelCost
 from commopt.errors import ConfigurationError, did_you_mean
@@ -26,27 +29,6 @@ from commopt.groups import Team, TeamShape, apply_scale
 
 if TYPE_CHECKING:
     from commopt.aggregate.rows import ShardedBuffer
-
-Form = Literal["reduce_scatter", "leader"]
-
-_SHARD_FROM_NBYTES = 64 * 1024
-_NO_OTHER_NODE: Any = TeamShape.of((1,))
-"""The level between nodes where there is one node: a team of this rank alone, which sends nothing."""
-
-
-class _Levels(NamedTuple):
-    """What one all_reduce of a team is made of.
-
-    intra: this rank's node, or site.
-    inter: the ranks that it talks to beyond, None for none.
-    average: the aggregator that does.
-    share: the part of all ranks that is in `intra`.
-    """
-
-    intra: Team
-    inter: Team | None
-    average: Aggregator
-    share: float
 
 
 @dataclass(frozen=True, repr=False)
@@ -59,12 +41,16 @@ class Hierarchical(Aggregator):
     `inter`.
 
     Where sites are known, `Hierarchical(inter=x)` does the same in each site: it is then
-    `Hierarchical(inter=Hierarchical(inter=x))`, with another Hierarchical for each further level. Unless `x` averages
-    what single nodes made (`per_node`): then it runs between all nodes.
+    `Hierarchical(inter=Hierarchical(inter=x))`, with another Hierarchical for each further level, and inside sites with
+    8 bits where `x` compresses (`usual_inside`). Unless `x` averages what single nodes made (`per_node`): then it runs
+    between all nodes.
+
+    intra: how sums inside the node, or the site, are compressed; None: they are exact.
     """
 
     inter: Aggregator = field(default_factory=Flat)
     form: Form | None = None
+    intra: Compressed | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.inter, Aggregator):
@@ -82,6 +68,13 @@ class Hierarchical(Aggregator):
                 f"Hierarchical(inter={self.inter!r}) would add up nodes before an aggregator that needs what each node "
                 f"made of its own; pass the inner aggregator's own inter"
             )
+        if self.intra is not None:
+            check_inside(self.intra, self.inter)
+            if self.form is not None:
+                raise ConfigurationError(
+                    f"Hierarchical(form={self.form!r}, intra={self.intra!r}): compression inside has one form of its "
+                    f"own; leave form"
+                )
         if self.form not in (None, *get_args(Form)):
             meant = did_you_mean(self.form, get_args(Form)) or ";"
             raise ConfigurationError(
@@ -99,6 +92,8 @@ class Hierarchical(Aggregator):
         inter = team.inter or (team if team.intra is None else None)
         if inter is not None:
             self._across(team).check(inter)
+        if self.intra is not None:
+            self.intra.check(team)
 
     # --------------------------------------------------------------------------------- all_reduce
 
@@ -106,28 +101,30 @@ class Hierarchical(Aggregator):
         """Run the form for this buffer, or the only level there is."""
         if buffer.numel() == 0:
             return
-        intra, inter = (team.intra, team.inter) if team.intra is not None else _levels(self.inter, team)
+        intra, inter = (team.intra, team.inter) if team.intra is not None else levels_of(self.inter, team)
         if intra is None:
             across = context.within("inter", context.layout, context.result_dtype)
-            _alone(self._across(team), team).all_reduce(buffer, team.inter or team, scale, across)
+            alone(self._across(team), team).all_reduce(buffer, team.inter or team, scale, across)
             return
         form = self._form(team, buffer.nbytes, team.backend(buffer.device))
         if form == "compress_first":
             self._compress_first(buffer, team, scale, context)
             return
-        levels = _Levels(intra, inter, self._across(team), intra.size / team.size)
-        if form == "reduce_scatter":
+        levels = Levels(intra, inter, self._across(team), intra.size / team.size)
+        if self.intra is not None:
+            seen = through_rows(self.intra, self._scaled(buffer, scale), buffer, levels, team.leaders, context)
+        elif form == "reduce_scatter":
             seen = self._through_shards(buffer, levels, scale, context)
         else:
             seen = self._through_leaders(buffer, levels, team.leaders if form == "leaders" else 1, scale, context)
-        if self.inter.residual_paths:  # all ranks commit, or none does
+        if self.residual_paths:  # all ranks commit, or none does
             finite = seen.isfinite().all()
             context.report(finite)
             if context.path:  # the level that this one is part of looks at first elements only
                 mark_non_finite(buffer, finite)
 
     def _through_leaders(
-        self, buffer: Tensor, levels: _Levels, leaders: int, scale: float, context: BufferContext
+        self, buffer: Tensor, levels: Levels, leaders: int, scale: float, context: BufferContext
     ) -> Tensor:
         """Reduce to the first ranks, who alone talk to those of other nodes, then broadcast.
 
@@ -150,7 +147,7 @@ class Hierarchical(Aggregator):
             assert inter is not None
             shard = blocks[intra.rank]
             if not divided.in_place:  # the level above lays out too
-                shard = _shard_memory(shard.numel(), shard, context).copy_(shard)
+                shard = shard_memory(shard.numel(), shard, context).copy_(shard)
             if mine.numel:
                 across = context.within("inter", mine, dtype, share)
                 average.all_reduce(shard[: mine.numel], inter, 1.0, across)
@@ -163,7 +160,7 @@ class Hierarchical(Aggregator):
         divided.put_back(result, buffer)
         return result[:: divided.shard_numel]
 
-    def _through_shards(self, buffer: Tensor, levels: _Levels, scale: float, context: BufferContext) -> Tensor:
+    def _through_shards(self, buffer: Tensor, levels: Levels, scale: float, context: BufferContext) -> Tensor:
         """Reduce inside the node and keep one shard per rank, which talks to those at its place, then gather."""
         intra, inter, average, share = levels
         assert inter is not None  # check() refused unequal nodes
@@ -175,7 +172,7 @@ class Hierarchical(Aggregator):
         values = self._scaled(buffer, scale)
         # The bucket cannot be padded; where it does not divide, a padded copy goes round instead.
         source = values if divided.in_place else divided.laid_out(values, context.scratch)
-        shard = _shard_memory(divided.shard_numel, source, context)
+        shard = shard_memory(divided.shard_numel, source, context)
         intra.reduce_scatter(shard, source)
         if mine.numel:
             across = context.within("inter", mine, dtype, share)
@@ -202,7 +199,7 @@ class Hierarchical(Aggregator):
 
     def _scaled(self, buffer: Tensor, scale: float) -> Tensor:
         """Return `scale * buffer`: in place, or in float32 where residuals take every rounding error."""
-        if self.inter.residual_paths and buffer.dtype.itemsize < torch.float32.itemsize:
+        if self.residual_paths and buffer.dtype.itemsize < torch.float32.itemsize:
             return buffer.float().mul_(scale)
         return apply_scale(buffer, scale)
 
@@ -215,7 +212,7 @@ class Hierarchical(Aggregator):
                 f"{self}: on a 1-D FSDP2 mesh every rank keeps a shard of the sum, so form='leader' has no meaning; "
                 f"use form=None"
             )
-        _alone(self._across(team), team).check_reduce_scatter(team.inter or team)
+        alone(self._across(team), team).check_reduce_scatter(team.inter or team)
         if not team.uniform:
             unit = "node" if team.level == "world" else "site"
             raise ConfigurationError(
@@ -227,7 +224,7 @@ class Hierarchical(Aggregator):
         self, output: Tensor, source: Tensor, buffer: ShardedBuffer, team: Team, scale: float, context: BufferContext
     ) -> None:
         """Add up in the node the shards of the ranks at this rank's place on all nodes; `inter` takes these across."""
-        intra, inter, average = team.intra, team.inter, _alone(self._across(team), team)
+        intra, inter, average = team.intra, team.inter, alone(self._across(team), team)
         if average.residual_paths:
             context = context.within("inter", context.layout)
         if intra is None or inter is None:
@@ -243,7 +240,7 @@ class Hierarchical(Aggregator):
 
     def reduce_scatter_calls(self, buffer: ShardedBuffer, team: TeamShape) -> tuple[Action, ...]:
         """Return a reduce_scatter inside the node, and the calls of `inter` between nodes."""
-        intra, inter, average = team.intra, team.inter, _alone(self._across(team), team)
+        intra, inter, average = team.intra, team.inter, alone(self._across(team), team)
         if intra is None or inter is None:
             return average.reduce_scatter_calls(buffer, inter or team)
         dtype = buffer.dtype if average.lossless else torch.promote_types(buffer.dtype, torch.float32)
@@ -252,7 +249,7 @@ class Hierarchical(Aggregator):
 
     def residual_owners(self, team: TeamShape) -> tuple[int, ...]:
         """Return, of the ranks at this rank's place on every node, those for whose shards `inter` keeps residuals."""
-        intra, inter, average = team.intra, team.inter, _alone(self._across(team), team)
+        intra, inter, average = team.intra, team.inter, alone(self._across(team), team)
         if intra is None or inter is None:
             return average.residual_owners(inter or team)
         return tuple(intra.rank + intra.size * node for node in average.residual_owners(inter))
@@ -262,23 +259,29 @@ class Hierarchical(Aggregator):
     def calls(self, buffer: Buffer, team: TeamShape) -> tuple[Action, ...]:
         """Return the calls of the node, those between nodes, and those of the node again."""
         layout, dtype = buffer.layout, buffer.dtype
-        intra, inter = _levels(self.inter, team)
+        intra, inter = levels_of(self.inter, team)
         if layout.numel == 0:
             return ()
         average = self._across(team)
         if intra is None:
-            return _alone(average, team).calls(buffer, team.inter or team)
+            return alone(average, team).calls(buffer, team.inter or team)
         # Feedback makes the way to the slow network float32.
-        summed = torch.promote_types(dtype, torch.float32) if self.inter.residual_paths else dtype
+        summed = torch.promote_types(dtype, torch.float32) if self.residual_paths else dtype
         backend = team.backend(buffer.device or team.default_device)
         form = self._form(team, buffer.nbytes, backend)
         if form == "compress_first":
             assert isinstance(self.inter, LinearAggregator)
             return self.inter.sum_calls(buffer, Sums(team, by_leaders=True))
-        if form == "reduce_scatter":
+        if self.intra is not None:
+            divided = division(average, layout, dtype, team.leaders)
+            mine: Layout | None = divided.layouts[intra.rank] if intra.rank < team.leaders and inter else None
+            rows = Rows(self.intra, divided, intra.size, dtype, buffer.step)
+            up, down = rows.calls_up(intra), rows.calls_down(intra)
+            buffer = replace(buffer, dtype=torch.promote_types(dtype, torch.float32))
+        elif form == "reduce_scatter":
             assert inter is not None  # as above
             divided = division(average, layout, dtype, intra.size)
-            mine: Layout | None = divided.layouts[intra.rank]
+            mine = divided.layouts[intra.rank]
             up = call(intra, "reduce_scatter", divided.whole_numel * summed.itemsize)
             down = call(intra, "all_gather", divided.shard_numel * dtype.itemsize)
         else:
@@ -294,30 +297,33 @@ class Hierarchical(Aggregator):
 
     @cached_property
     def lossless(self) -> bool:
-        """Whether `inter` is lossless."""
-        return self.inter.lossless
+        """Whether `inter` is lossless, and sums inside are exact."""
+        return self.inter.lossless and self.intra is None
 
     @property
     def error_bound(self) -> float:
-        """The bound of `inter`: sums inside a node are exact."""
-        return self.inter.error_bound
+        """The bound of `inter`, and those of the two encodings inside, if there are any."""
+        inside = 0.0 if self.intra is None else self.intra.error_bound
+        return (1 + self.inter.error_bound) * (1 + inside) - 1
 
     @property
     def start_step(self) -> int:
-        """The first step after the warm-up of `inter`."""
-        return self.inter.start_step
+        """The first step after the warm-up of `inter`, and of `intra`."""
+        return max(each.start_step for each in self._levels_of_compression)
 
     def phase(self, step: int) -> int:
-        """Return the phase of `inter`."""
-        return self.inter.phase(step)
+        """Return the later phase of `inter` and `intra`."""
+        return max(each.phase(step) for each in self._levels_of_compression)
 
     def check_capture(self, step: int, team: TeamShape) -> None:
         """Refuse the steps that the aggregator between the nodes refuses."""
         average = self._across(team)
-        if _levels(self.inter, team)[0] is None:
-            _alone(average, team).check_capture(step, team.inter or team)
+        if levels_of(self.inter, team)[0] is None:
+            alone(average, team).check_capture(step, team.inter or team)
         else:  # also where only other ranks of the node talk across
             average.check_capture(step, team.inter or team)
+            if self.intra is not None:
+                self.intra.check_capture(step, team)
 
     @cached_property
     def adam(self) -> Adam | None:
@@ -326,13 +332,15 @@ class Hierarchical(Aggregator):
 
     @cached_property
     def residual_paths(self) -> tuple[str, ...]:
-        """The paths of `inter`, below the level "inter"."""
-        return _paths(self.inter)
+        """The paths of `intra` and of `inter`, below the levels "intra" and "inter"."""
+        return self._paths(self.inter)
 
     def residual_paths_on(self, team: TeamShape) -> tuple[str, ...]:
         """Return the paths of the aggregator in use on `team`: one level deeper for each level of sites."""
         average = self._across(team)
-        return _paths(average if _levels(self.inter, team)[0] is not None else _alone(average, team))
+        if levels_of(self.inter, team)[0] is None:
+            return _below("inter", alone(average, team))
+        return self._paths(average)
 
     def divide(self, layout: Layout, dtype: torch.dtype, parts: int) -> tuple[Spans, ...] | None:
         """Return the division of `inter`."""
@@ -345,15 +353,26 @@ class Hierarchical(Aggregator):
 
     def with_dense(self, patterns: Sequence[str]) -> Aggregator:
         """Return the same with more dense patterns in `inter`."""
-        return replace(self, inter=self.inter.with_dense(patterns))
+        intra = None if self.intra is None else self.intra.with_dense(patterns)
+        return replace(self, inter=self.inter.with_dense(patterns), intra=intra)
 
     def squared_error(self, layout: Layout, buffer: Tensor) -> float:
-        """Return the squared error of `inter`."""
-        return self.inter.squared_error(layout, buffer)
+        """Return the squared errors of `inter` and `intra`."""
+        return sum(each.squared_error(layout, buffer) for each in self._levels_of_compression)
 
     def kernel_costs(self, ranks: int) -> dict[tuple[WorkKind, str], KernelCost]:
-        """Return the passes of `inter`."""
-        return self.inter.kernel_costs(ranks)
+        """Return the passes of `inter`, and of what it compresses with inside."""
+        inside = {} if self.intra is None else self.intra.kernel_costs(ranks)
+        return self.inter.kernel_costs(ranks) | inside
+
+    @property
+    def _levels_of_compression(self) -> tuple[Aggregator, ...]:
+        return (self.inter,) if self.intra is None else (self.inter, self.intra)
+
+    def _paths(self, average: Aggregator) -> tuple[str, ...]:
+        """Return the paths with `average` between; the last is where residuals of other strategies go."""
+        inside = () if self.intra is None else _below("intra", self.intra)
+        return (*inside, *_below("inter", average))
 
     def _across(self, team: TeamShape) -> Aggregator:
         """Return the aggregator between the nodes, or the sites, of `team`: `inter`, level by level."""
@@ -367,57 +386,14 @@ class Hierarchical(Aggregator):
 
 
 @lru_cache(maxsize=1024)
-def choose_form(
-    backend: str, nbytes: int, *, uniform: bool, lossless: bool = True, linear: bool = False, sites: bool = False
-) -> str:
-    """Return the form for a buffer of `nbytes`: the rule behind Hierarchical(form=None).
-
-    Gloo, where `inter` sends sums only: "compress_first". Every rank compresses its own gradient, and leaders add up:
-    to move a gradient between processes takes a machine's processors longer than to compress it. Unequal nodes:
-    "leader". Compression between the nodes: "reduce_scatter", so that the ranks of a node share its work and its
-    residuals. Gloo: "leader", where one flow fills a slow link as well as several and the ranks of a node share its
-    processors anyway. NCCL: "reduce_scatter" from 64 KiB, where every rank drives the NIC with its own shard; "leader"
-    below, where one small message across beats several.
-
-    sites: between sites, whose nodes each have a link and processors of their own, over gloo too. Sites of unequal
-    length have as many leaders as the smallest has nodes: "leaders".
-    """
-    if linear and backend == "gloo":
-        return "compress_first"
-    if not uniform and not sites:
-        return "leader"
-    sharded = not lossless or ((backend != "gloo" or sites) and nbytes >= _SHARD_FROM_NBYTES)
-    if not sharded:
-        return "leader"
-    return "reduce_scatter" if uniform else "leaders"
-
-
-@lru_cache(maxsize=1024)
 def _nested(inter: Aggregator, levels: int) -> Aggregator:
-    """Return `inter` with exact sums on so many levels of sites below it."""
+    """Return `inter` with sums inside on so many levels of sites below it."""
     if levels == 0 or inter.per_node:
         return inter
     if isinstance(inter, Hierarchical):  # its own level is the first of them
         return replace(inter, inter=_nested(inter.inter, levels - 1))
-    return Hierarchical(inter=_nested(inter, levels - 1))
+    return Hierarchical(inter=_nested(inter, levels - 1), intra=usual_inside(inter))
 
 
-def _shard_memory(numel: int, like: Tensor, context: BufferContext) -> Tensor:
-    """Return memory for this rank's shard, which the levels around this one do not use."""
-    return context.scratch.take(f"{context.path} shard".strip(), numel, like.dtype, like.device)
-
-
-def _levels(inter: Aggregator, team: TeamShape) -> tuple[Any, Any]:
-    """Return the two levels of a team, None and None where there is one; Adam wants exact sums on one node too."""
-    if inter.adam is not None and team.node_count == 1 < team.size:
-        return team, _NO_OTHER_NODE
-    return team.intra, team.inter
-
-
-def _alone(inter: Aggregator, team: TeamShape) -> Aggregator:
-    """Return the aggregator for a team of one level: over nodes of one rank, or over one node."""
-    return inter if team.node_count > 1 or inter.adam is not None else Flat()
-
-
-def _paths(inter: Aggregator) -> tuple[str, ...]:
-    return tuple(f"inter.{path}".rstrip(".") for path in inter.residual_paths)
+def _below(level: str, aggregator: Aggregator) -> tuple[str, ...]:
+    return tuple(f"{level}.{path}".rstrip(".") for path in aggregator.residual_paths)

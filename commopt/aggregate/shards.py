@@ -88,6 +88,11 @@ def undivided(layout: Layout) -> Division:
     return Division("leader", (((0, layout.numel),),), (layout,), layout.numel, True)
 
 
+def shard_memory(numel: int, like: Tensor, context: BufferContext) -> Tensor:
+    """Return memory for this rank's shard, which the levels around this one do not use."""
+    return context.scratch.take(f"{context.path} shard".strip(), numel, like.dtype, like.device)
+
+
 def reshard(
     inter: Aggregator,
     division_name: str,

@@ -351,7 +351,7 @@ def _require_same_levels(parts: list[Mapping[str, Any]], registration: Registrat
 
 def _above_nodes(path: str) -> str:
     """Return a path with all levels above the nodes as one."""
-    return re.sub(r"inter(\.inter)+", "inter", path)
+    return re.sub(r"inter(\.int(er|ra))+", "inter", path)
 
 
 def _largest(registration: Registration, ranks: int, name: str) -> float:
