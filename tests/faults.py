@@ -53,8 +53,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a node's share is one over the nodes, also where nodes are uneven",
         "commopt/aggregate/hierarchical.py",
-        "levels = _Levels(intra, inter, self._across(team), intra.size / team.size)",
-        "levels = _Levels(intra, inter, self._across(team), 1 / team.node_count)",
+        "levels = Levels(intra, inter, self._across(team), intra.size / team.size)",
+        "levels = Levels(intra, inter, self._across(team), 1 / team.node_count)",
         RIGHT,
         ("test_local_sgd_deltas", "test_adam"),
     ),
@@ -67,11 +67,19 @@ FAULTS: tuple[Fault, ...] = (
         ("test_contract_aggregators",),
     ),
     Fault(
-        "a shard of a site is one of its nodes' too",
-        "commopt/aggregate/hierarchical.py",
+        "the shard of a site and that of its node share memory",
+        "commopt/aggregate/shards.py",
         'f"{context.path} shard".strip()',
         '"shard"',
         RIGHT,
+        ("test_levels",),
+    ),
+    Fault(
+        "every site keeps the whole residual of the way down",
+        "commopt/aggregate/inside.py",
+        "scale = torch.full((), float(sites),",
+        "scale = torch.full((), 1.0,",
+        NOTHING_LOST,
         ("test_levels",),
     ),
     Fault(

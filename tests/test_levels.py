@@ -38,8 +38,10 @@ from tests.feedback_training import Training, total
 from tests.overheard import overheard
 from tests.ranks import run
 from tests.sharded_training import Made, attached, hsdp_mesh, local, plain_steps
+from tests.test_auto import go_through_all
 from tests.test_feedback_conservation import MIDDLE, check, keep_books
 from tests.test_feedback_state import assert_same, books_after, go_on, move
+from tests.test_zeros import train
 from topology import Cluster
 
 T = TypeVar("T")
@@ -126,6 +128,25 @@ def test_a_value_that_is_no_number_reaches_every_rank(network: str) -> None:
 )
 def test_no_level_loses_a_residual(network: str, strategy: str, dtype: str) -> None:
     check(run_in(network, keep_books, strategy, dtype, MIDDLE))
+
+
+def test_a_loss_scale_that_grows_loses_nothing_either() -> None:
+    check(run_in("2 x 2 x 2", keep_books, "inter 4 bits", "bfloat16", MIDDLE, 1.5))
+
+
+@pytest.mark.parametrize("preset", ["hierarchical_onebit", "hierarchical_quantized:bits=4", "hierarchical_powersgd"])
+def test_what_nobody_touches_stays_zero(preset: str) -> None:
+    for result in run_in("(2+1) x (2+1+3)", train, preset, torch.float32, True):
+        assert not any(result.wrong.values()), result.wrong
+
+
+@pytest.mark.slow
+def test_auto_switches_between_all_ways_and_loses_nothing() -> None:
+    replicas, reasons, owed, largest = zip(*run_in("scattered", go_through_all, 60, timeout_s=300), strict=True)
+    assert len(set(replicas)) == 1
+    assert reasons[0][-1] == "done", reasons[0]
+    assert any("Hierarchical" in reason for reason in reasons[0])
+    assert max(owed) <= 0.02 * max(largest)
 
 
 def paths_of(rank: int, world_size: int, aggregator: Aggregator) -> set[str]:
