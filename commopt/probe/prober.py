@@ -37,7 +37,7 @@ from commopt.version import __version__, revision
 _WORK_SHARE = 0.3  # of the time; the links get the rest
 _US = 1e6
 _CALL = "commopt.probe.probe()"
-_TOLD_VARIABLES = ("BENCH_CLUSTER_RATE", "COMMOPT_RANKS_PER_NODE", "OMP_NUM_THREADS")
+_TOLD_VARIABLES = ("BENCH_CLUSTER_RATE", "COMMOPT_RANKS_PER_NODE", "COMMOPT_SITE", "OMP_NUM_THREADS")
 
 
 @dataclass(frozen=True)
