@@ -308,6 +308,24 @@ def test_slurm_names_the_switches_above_a_node(address: str, pattern: str, site:
     assert read_site(None, told, emulated=True) == ""
 
 
+def join_with_switches(rank: int, world_size: int, switches: Sequence[str]) -> str:
+    depth = switches[rank].count(".")
+    told = {"SLURM_TOPOLOGY_ADDR": switches[rank], "SLURM_TOPOLOGY_ADDR_PATTERN": depth * "switch." + "node"}
+    with patch.dict("os.environ", told):
+        return join(rank, world_size)
+
+
+@pytest.mark.parametrize(
+    ("switches", "expected"),
+    [
+        (("s.a.n0", "s.a.n1", "s.b.n2", "s.b.n3"), "4 nodes x 1 rank(s) in 2 sites of 2 + 2 nodes"),
+        (("s.a.n0", "s.a.n1", "b.n2", "b.n3"), "4 nodes x 1 rank(s)"),
+    ],
+)
+def test_switches_that_make_no_sites_are_left_out(switches: Sequence[str], expected: str) -> None:
+    assert set(run(join_with_switches, 4, switches, nodes=(1, 1, 1, 1))) == {expected}
+
+
 def test_a_level_that_divides_nothing_is_left_out() -> None:
     nodes = Cluster(tuple((rank,) for rank in range(4)), tuple("abcd"))
     assert nodes.in_sites(["s/1", "s/1", "s/2", "s/2"]).site_levels == ((0, 0, 1, 1),)

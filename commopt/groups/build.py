@@ -140,7 +140,8 @@ def _build(
     problem: Exception | None,
     given_site: str | None,
 ) -> Membership:
-    timeout_s, host, site = min(_timeout_of(parent), _LONGEST_TIMEOUT_S), None, ""
+    timeout_s, host = min(_timeout_of(parent), _LONGEST_TIMEOUT_S), None
+    site, told = "", given_site is not None or SITE_VARIABLE in os.environ
     try:  # an error of one rank is raised on all
         if asked_for_s is not None:
             timeout_s = require_timeout(asked_for_s)
@@ -157,7 +158,13 @@ def _build(
         "timeout in seconds": asked_for_s,
         "COMMOPT_CHECK": checking(),
     }
-    own = {"host": host, "site": site, "token": secrets.token_hex(4), "timeout of the process group": timeout_s}
+    own = {
+        "host": host,
+        "site": site,
+        "told": told,
+        "token": secrets.token_hex(4),
+        "timeout of the process group": timeout_s,
+    }
     ranks, me = dist.get_process_group_ranks(parent), parent.rank()
     store = limited_store(f"commopt/{parent.group_name}", timeout_s)
     raise_failures = failures_among(ranks)
@@ -209,7 +216,10 @@ def _cluster(answers: Sequence[Facts], ranks_per_node: int | None, *, emulated: 
     try:
         return cluster.in_sites([answer["site"] for answer in answers])
     except ValueError as error:
-        raise ConfigurationError(f"{error} ({SITE_VARIABLE}, or site=...)") from None
+        if any(answer["told"] for answer in answers):
+            raise ConfigurationError(f"{error} ({SITE_VARIABLE}, or site=...)") from None
+        _log.warning("the switches that Slurm names make no sites, and are left out: %s (%s)", error, SITE_VARIABLE)
+        return cluster
 
 
 def _describe(cluster: Cluster) -> None:
