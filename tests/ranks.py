@@ -44,7 +44,8 @@ Nodes = Sequence[int] | Sequence[Sequence[int]]
 # What the caller's shell may hold and a job must not see unless it asks for it.
 _CLEAN_ENV: dict[str, str | None] = {
     **dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")),
-    **dict.fromkeys(("NCCL_HOSTID", "COMMOPT_RANKS_PER_NODE", "COMMOPT_CHECK")),
+    **dict.fromkeys(("NCCL_HOSTID", "COMMOPT_RANKS_PER_NODE", "COMMOPT_SITE", "COMMOPT_CHECK")),
+    **dict.fromkeys(("SLURM_TOPOLOGY_ADDR", "SLURM_TOPOLOGY_ADDR_PATTERN")),
     "COMMOPT_PLAN": "ddp",  # plans depend on the clock: only for who asks
 }
 # Whether there is a GPU is asked through NVML: the CUDA runtime, once it was asked, is of no use in forked processes.
@@ -92,6 +93,7 @@ def run(
     env: Mapping[str, str | None] | None = None,
     timeout_s: float | None = None,
     nodes: Nodes | None = None,
+    sites: Sequence[str] | None = None,
     fresh: bool = False,
     dies: Collection[int] = (),
     device: str = "cpu",
@@ -103,6 +105,7 @@ def run(
     timeout_s: after how many seconds a rank hangs; also of its process group. None: 150, more on a slow machine.
     env: variables to set (or, with None, to unset) on every rank for this job.
     nodes: ranks of each emulated node, `((0, 2), (1, 3))`, or just their number, `(2, 2)`; default: one node.
+    sites: site of each node; default: none is known.
     fresh: use new processes and discard them afterwards, for jobs that leave a poisoned lane behind, or set variables
         that NCCL reads once in the life of a process.
     device: "cpu" for a gloo group, "cuda" for an NCCL group; ranks are dealt to the GPUs in turn, and nodes must be
@@ -120,7 +123,8 @@ def run(
     try:
         for rank, worker in enumerate(workers):
             place = _place(node_of[rank], ranks_per_node, worker, alone=nodes is None)
-            job_env = {**_CLEAN_ENV, **place, **(env or {})}
+            site = None if sites is None else sites[node_of[rank]]
+            job_env = {**_CLEAN_ENV, **place, "COMMOPT_SITE": site, **(env or {})}
             store = str(Path(folder, "store"))
             worker.send(_Job(fn, rank, world_size, store, timeout_s, device, job_env, args, kwargs))
         results, errors = _collect(workers, timeout_s, dies)

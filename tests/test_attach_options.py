@@ -21,6 +21,7 @@ PLAN = Plan((("weight",),), repr(commopt.Flat()))
 GIVEN: dict[str, Any] = {
     "process_group": "a group",
     "ranks_per_node": 2,
+    "site": "berlin",
     "scaler": SimpleNamespace(get_scale=None),
     "timeout": 5,
     "plan": PLAN,
@@ -62,6 +63,7 @@ def test_ddps_own_buckets_are_a_plan_that_every_model_takes(model: ModelKind) ->
     [
         ({"ranks_per_node": 0}, "ranks_per_node=0 is not 1 or more"),
         ({"timeout": -1}, "timeout -1 is not between 0"),
+        ({"site": "berlin/"}, "site='berlin/' has a level without a name"),
         ({"record": 1}, "record=1 is neither True nor False"),
         ({"scaler": 1024.0}, "scaler is a float"),
         ({"plan": 3}, "plan is a int"),

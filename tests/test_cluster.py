@@ -22,6 +22,7 @@ from commopt.cluster import (
     Counters,
     EmulatedCluster,
     EmulatedLink,
+    EmulatedSites,
     LinkTraffic,
     cli,
     network,
@@ -82,6 +83,10 @@ def test_delay_is_one_way_and_kept_above_the_rate() -> None:
         (lambda: EmulatedCluster(0), "nodes 0 must be between 1 and 254"),
         (lambda: EmulatedCluster(3, [2, 1]), r"ranks_per_node \(2, 1\) names 2 nodes, not 3"),
         (lambda: EmulatedCluster(2, [2, 0]), r"ranks_per_node \(2, 0\) must be at least 1"),
+        (lambda: EmulatedSites.of(2, 5), "5 nodes cannot be divided into 2 equal sites"),
+        (lambda: EmulatedSites.of([3, 0], 3), r"sites of \(3, 0\) nodes must be two or more, with a node or more each"),
+        (lambda: EmulatedSites.of(1, 2, "50mbit"), "--site-rate and --tell-sites need --sites"),
+        (lambda: EmulatedCluster(4, sites=EmulatedSites((3, 2))), r"sites of \(3, 2\) nodes hold 5 nodes, not 4"),
     ],
 )
 def test_what_cannot_be_is_refused(make: Callable[[], object], message: str) -> None:
@@ -223,6 +228,44 @@ MEASURE = """
         print(json.dumps(reports))
     dist.destroy_process_group()
 """
+
+
+SEND = """
+import json, os, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank, numel = dist.get_rank(), NUMEL
+took = {}
+for peer in (1, 2):  # in the site of rank 0, and in the other one
+    dist.barrier()
+    start = time.perf_counter()
+    if rank == 0:
+        dist.send(torch.ones(numel), peer)
+        dist.recv(torch.ones(1), peer)
+    elif rank == peer:
+        dist.recv(torch.ones(numel), 0)
+        dist.send(torch.ones(1), 0)
+    took[peer] = time.perf_counter() - start
+dist.barrier()
+if rank == 0:
+    print(json.dumps([took, os.environ.get("COMMOPT_SITE"), os.environ["BENCH_CLUSTER_SITES"]]))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("leaves_nothing")
+def test_only_traffic_between_sites_crosses_their_link(script: Callable[[str], str]) -> None:
+    numel = 1 << 18
+    sites = EmulatedSites.of([2, 1], 3, "10mbit", told=True)
+    with EmulatedCluster(nodes=3, ranks_per_node=1, rate="none", sites=sites) as cluster:
+        result = cluster.run([script(SEND.replace("NUMEL", str(numel)))], timeout_s=300)
+    assert result.returncode == 0, result.stderr
+    took, site, options = json.loads(result.stdout)
+    assert (site, options) == ("site0", "--sites 2,1 --site-rate 10mbit --tell-sites")
+    assert took["2"] > 0.8 * 8 * 4 * numel / 10e6 > took["1"]
+    first, second = result.sites
+    assert first.tx_payload_bytes == pytest.approx(4 * numel, rel=0.05)
+    assert second.tx_payload_bytes < 0.05 * 4 * numel
 
 
 @pytest.mark.alone

@@ -55,7 +55,8 @@ class Echo(Team):
     used = 0
 
     def __init__(self, nodes: tuple[int, ...], level: str = "world", *parts: Team) -> None:
-        TeamShape.__init__(self, nodes, 0, {"cuda": "nccl"}, level, *parts)
+        TeamShape.__init__(self, nodes, 0, {"cuda": "nccl"}, level)
+        self.intra, self.inter = parts or (None, None)
         self.ranks = tuple(range(len(nodes)))
         self._group, self._closed = None, False
 

@@ -129,8 +129,10 @@ def reduce_many(rank: int, world: int, aggregator: Aggregator, dtype: torch.dtyp
     return {"outputs": outputs, "owed": owed, "heard": heard, "said": said, "dropped": int(store.transaction.dropped)}
 
 
-def check_reduction(aggregator: Aggregator, nodes: Any, dtype: torch.dtype = torch.float32) -> None:
-    results = run(reduce_many, WORLD, aggregator, dtype, nodes=nodes)
+def check_reduction(
+    aggregator: Aggregator, nodes: Any, dtype: torch.dtype = torch.float32, sites: tuple[str, ...] | None = None
+) -> None:
+    results = run(reduce_many, WORLD, aggregator, dtype, nodes=nodes, sites=sites)
     hierarchical = isinstance(aggregator, Hierarchical)
     exact = aggregator.lossless or (nodes == (4,) and hierarchical)
     means = [
@@ -167,6 +169,11 @@ def test_gradients_come_to_their_owners_and_nothing_is_lost(name: str, nodes: st
 @pytest.mark.parametrize("name", sorted(AGGREGATORS.keys() - {"flat", "2 bits"}))
 def test_every_aggregator_on_two_nodes(name: str) -> None:
     check_reduction(AGGREGATORS[name], (2, 2))
+
+
+@pytest.mark.parametrize("name", ["hierarchical", "2 bits"])
+def test_in_a_network_with_sites_they_are_added_up_in_each_first(name: str) -> None:
+    check_reduction(AGGREGATORS[name], (1, 1, 1, 1), sites=("a", "b", "a", "b"))
 
 
 def test_gradients_of_16_bits_lose_nothing_either() -> None:

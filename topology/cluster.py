@@ -6,7 +6,8 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 
@@ -57,11 +58,14 @@ class Cluster:
     nodes: ranks of each node.
     names: name of each node.
     emulated: whether blocks of ranks were declared to be nodes.
+    sites: site of each node, outermost level first: ("berlin", "rack 3"); () if no sites are known. Nodes of a site
+        are neighbours in the order of nodes.
     """
 
     nodes: tuple[tuple[int, ...], ...]
     names: tuple[str, ...]
     emulated: bool = False
+    sites: tuple[tuple[str, ...], ...] = ()
 
     @classmethod
     def from_hosts(cls, hosts: Sequence[HostIdentity], emulated: bool = False) -> Cluster:
@@ -90,6 +94,58 @@ class Cluster:
         starts = range(0, world_size, ranks_per_node)
         nodes = tuple(tuple(range(start, start + ranks_per_node)) for start in starts)
         return cls(nodes, tuple(f"node{i}" for i in range(len(nodes))), emulated=True)
+
+    def in_sites(self, site_of: Sequence[str]) -> Cluster:
+        """Return the same ranks with the sites of their nodes.
+
+        site_of: site of each rank, with levels outermost first, as in "berlin/rack 3"; "" for none.
+        Raises ValueError if only some ranks have a site, if their levels differ, or if a node is split.
+        """
+        without = [rank for rank, site in enumerate(site_of) if not site]
+        if len(without) == len(site_of):
+            return self
+        first = next(rank for rank, site in enumerate(site_of) if site)
+        if without:
+            raise ValueError(
+                f"rank {_listed(without)} has no site, and rank {first} is in site {site_of[first]!r}; give every rank "
+                f"a site, or none"
+            )
+        paths = [tuple(site.split("/")) for site in site_of]
+        for rank, path in enumerate(paths):
+            if len(path) != len(paths[0]):
+                raise ValueError(
+                    f"rank 0 is in site {site_of[0]!r}, of {len(paths[0])} level(s), and rank {rank} in "
+                    f"{site_of[rank]!r}, of {len(path)}; give every rank equally many levels, as in site/rack"
+                )
+        for node, name in zip(self.nodes, self.names, strict=True):
+            for rank in node:
+                if paths[rank] != paths[node[0]]:
+                    raise ValueError(
+                        f"ranks {node[0]} and {rank} are on node {name} and in sites {site_of[node[0]]!r} and "
+                        f"{site_of[rank]!r}; a site holds whole nodes: give all ranks of a node the same site"
+                    )
+        order = _by_site([paths[node[0]] for node in self.nodes])
+        return replace(
+            self,
+            nodes=tuple(self.nodes[node] for node in order),
+            names=tuple(self.names[node] for node in order),
+            sites=tuple(paths[self.nodes[node][0]] for node in order),
+        )
+
+    @cached_property
+    def site_levels(self) -> tuple[tuple[int, ...], ...]:
+        """Site of each node as a number, for each level of sites that divides the nodes, innermost first.
+
+        A level is left out if all nodes are in one of its sites, or if it divides them as the level below does.
+        """
+        levels: list[tuple[int, ...]] = []
+        below = len(self.nodes)
+        for depth in range(len(self.sites[0]) if self.sites else 0, 0, -1):
+            numbers = {path: number for number, path in enumerate(dict.fromkeys(path[:depth] for path in self.sites))}
+            if 1 < len(numbers) < below:
+                levels.append(tuple(numbers[path[:depth]] for path in self.sites))
+                below = len(numbers)
+        return tuple(levels)
 
     @property
     def world_size(self) -> int:
@@ -122,7 +178,29 @@ class Cluster:
         counts = [len(node) for node in self.nodes]
         per_node = f"{counts[0]}" if self.uniform else "+".join(map(str, counts))
         shape = f"{len(self.nodes)} node{'s' if len(self.nodes) > 1 else ''} x {per_node} rank(s)"
+        for site in self.site_levels:
+            counts = [site.count(number) for number in dict.fromkeys(site)]
+            shape += f" in {len(counts)} sites of {' + '.join(map(str, counts))} nodes"
         return shape + (" (emulated)" if self.emulated else "")
+
+
+def _by_site(paths: Sequence[tuple[str, ...]]) -> list[int]:
+    """Return the nodes site by site: in a site they keep their order, and sites that of their first nodes."""
+    first: dict[tuple[str, ...], int] = {}
+    for node, path in enumerate(paths):
+        for depth in _depths(path):
+            first.setdefault(path[:depth], node)
+    return sorted(range(len(paths)), key=lambda node: [first[paths[node][:depth]] for depth in _depths(paths[node])])
+
+
+def _depths(path: tuple[str, ...]) -> range:
+    return range(1, len(path) + 1)
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    """Return at most eight of the ranks, as text."""
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return ", ".join(map(str, ranks[:8])) + more
 
 
 def _local_order(host: HostIdentity, rank: int) -> tuple[int, int]:

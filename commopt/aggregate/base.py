@@ -32,7 +32,7 @@ WorkKind = Literal["encode", "decode", "recode", "factor", "refresh", "copy", "p
 class Call:
     """One collective of a level of the team.
 
-    level: "world", "intra" or "inter".
+    level: "world", "intra" or "inter"; with sites also "inter.intra", "inter.inter" and so on.
     primitive: its name, as a method of Team.
     nbytes: the argument of `WireModel`'s method of the same name.
     root: the second argument of that method, None where it takes one.
@@ -189,6 +189,11 @@ class Aggregator(ConciseRepr, ABC):
     def adam(self) -> Adam | None:
         """The Adam whose directions are summed in place of gradients; None where the result is an average."""
         return None
+
+    @property
+    def per_node(self) -> bool:
+        """Whether it averages what each node made of its own gradients: sums of several nodes are none of its input."""
+        return self.adam is not None
 
     @property
     def residual_paths(self) -> tuple[str, ...]:

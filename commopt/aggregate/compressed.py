@@ -277,19 +277,20 @@ class Compressed(Aggregator):
     ) -> None:
         """Encode a row for each owner, and add up the rows that come in: one encoding, and no residual of a sum."""
         values = source.view(team.size, -1).to(torch.promote_types(source.dtype, torch.float32))
-        rows = self._shard_rows(buffer)
+        rows = self.shard_rows(buffer)
         exchange_rows(rows, self.feedback, apply_scale(values, scale), output, team, context)
 
     def reduce_scatter_calls(self, buffer: ShardedBuffer, team: TeamShape) -> tuple[Action, ...]:
         """Return one all_to_all of rows."""
-        rows = self._shard_rows(buffer)
+        rows = self.shard_rows(buffer)
         return (*rows.work("encode"), *call(team, "all_to_all", team.size * rows.nbytes), *rows.work("decode"))
 
     def residual_owners(self, team: TeamShape) -> tuple[int, ...]:
         """Return all ranks: this one encodes a row for each."""
         return tuple(range(team.size))
 
-    def _shard_rows(self, buffer: ShardedBuffer) -> ShardRows:
+    def shard_rows(self, buffer: ShardedBuffer) -> ShardRows:
+        """Return a row for each shard of a buffer."""
         compressor = self.compressor.at(buffer.step)
         dense = _EVERYTHING if compressor is None else self.dense
         return shard_rows(buffer.shards, compressor or self.compressor, dense, buffer.dtype)

@@ -84,6 +84,11 @@ class Deltas(Aggregator):
         return () if buffer.step == 0 else self.inner.calls(buffer, team)
 
     @property
+    def per_node(self) -> bool:
+        """Always True: each node has parameters of its own."""
+        return True
+
+    @property
     def residual_paths(self) -> tuple[str, ...]:
         """The paths of `inner`, and those of the agreed parameters and the momentum."""
         averages = (ANCHOR, MOMENTUM_BUFFER) if self.outer.momentum else (ANCHOR,)

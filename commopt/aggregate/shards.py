@@ -49,8 +49,18 @@ class Division:
             whole[done : (place + 1) * self.shard_numel].zero_()
         return whole
 
+    def result(self, buffer: Tensor, dtype: torch.dtype, scratch: Scratch) -> Tensor:
+        """Return memory for all shards of the result, as `dtype`: the buffer itself where that fits."""
+        if self.in_place and buffer.dtype == dtype:
+            return buffer
+        return scratch.take("gathered shards", self.whole_numel, dtype, buffer.device)
+
     def put_back(self, whole: Tensor, buffer: Tensor) -> None:
-        """Put the elements of all shards where they were."""
+        """Put the elements of all shards where they were; nothing is to be done if `whole` is the buffer."""
+        if self.in_place:
+            if whole is not buffer:
+                buffer.copy_(whole)
+            return
         for place, spans in enumerate(self.segments):
             done = place * self.shard_numel
             for begin, end in spans:
@@ -73,6 +83,16 @@ def division(aggregator: Aggregator, layout: Layout, dtype: torch.dtype, parts: 
     return Division(name, segments, tuple(layout.select(spans) for spans in segments), numel, in_place)
 
 
+def undivided(layout: Layout) -> Division:
+    """Return the buffer as the only shard, that of a leader."""
+    return Division("leader", (((0, layout.numel),),), (layout,), layout.numel, True)
+
+
+def shard_memory(numel: int, like: Tensor, context: BufferContext) -> Tensor:
+    """Return memory for this rank's shard, which the levels around this one do not use."""
+    return context.scratch.take(f"{context.path} shard".strip(), numel, like.dtype, like.device)
+
+
 def reshard(
     inter: Aggregator,
     division_name: str,
@@ -81,7 +101,7 @@ def reshard(
     context: BufferContext,
     device: torch.device,
 ) -> None:
-    """Move the residuals of the level between nodes to the rank of the node that sends their elements.
+    """Move the residuals of the level between nodes (or sites) to the rank of the node that sends their elements.
 
     When a buffer is new, or divided anew. Each rank adds its residuals of the buffer's parameters to zeros, so that
     adding up moves them exactly. Where several ranks hold an average of the same elements, as after a load, the mean is

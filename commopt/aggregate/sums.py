@@ -27,6 +27,7 @@ class Sums:
 
     team: a Team where anything is to be added up, a TeamShape to describe it.
     by_leaders: reduce inside the node, let its first rank add up with those of other nodes, broadcast inside the node.
+        Where sites are known, these do the same: inside the site, and with one rank of each other site.
     """
 
     team: TeamShape
@@ -58,7 +59,7 @@ class Sums:
         rounding_error = None
         intra.reduce(message, dst=0)
         if intra.rank == 0 and team.inter is not None:
-            rounding_error = Sums(team.inter).add_up(message, numel, scratch)
+            rounding_error = self._across(team.inter).add_up(message, numel, scratch)
         intra.broadcast(message, src=0)
         return rounding_error
 
@@ -68,11 +69,16 @@ class Sums:
         intra, inter = self.team.intra, self.team.inter
         if self.by_leaders:
             assert intra is not None
-            across = Sums(inter).calls(numel, rest_nbytes, device) if intra.rank == 0 and inter is not None else ()
+            leads = intra.rank == 0 and inter is not None
+            across = self._across(inter).calls(numel, rest_nbytes, device) if leads and inter is not None else ()
             return (*call(intra, "reduce", nbytes, 0), *across, *call(intra, "broadcast", nbytes, 0))
         if numel and _rounds(self.team, device or self.team.default_device):
             return call(self.team, "all_gather", 2 * numel + rest_nbytes)
         return call(self.team, "all_reduce", nbytes)
+
+    @staticmethod
+    def _across(inter: TeamShape) -> Sums:
+        return Sums(inter, by_leaders=inter.intra is not None)
 
     def wire_bytes(self, numel: int, rest_nbytes: int) -> WireBytes:
         """Return the payload bytes this rank sends in such a sum."""

@@ -17,7 +17,6 @@ from torch import Tensor
 from commopt.aggregate.matrices import MatrixPlan
 from commopt.aggregate.sums import Sums
 from commopt.feedback import BufferContext
-from commopt.groups import WireBytes
 
 _MOST_PATIENCE = 64  # steps from one exchange of the touched elements to the next
 
@@ -144,4 +143,4 @@ def count_beside(factors: int, others: int, sums: Sums, context: BufferContext) 
     """Count the bytes of the number beside a first message of so many elements of factors, and of others."""
     if context.store is not None:
         with_it, without = (sums.wire_bytes(factors, 4 * (others + more)) for more in (1, 0))
-        context.store.beside += WireBytes(with_it.intra - without.intra, with_it.inter - without.inter)
+        context.store.beside += with_it - without

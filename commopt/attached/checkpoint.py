@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
 from hashlib import sha256
@@ -20,7 +22,8 @@ from commopt.attached.registration import Registration
 from commopt.errors import ConfigurationError
 from commopt.feedback import Layout, ResidualStore, layout_of, pieces_of, restore, save
 from commopt.feedback.checkpoint import MAX_MAGNITUDE, field, refuse, required, whole
-from commopt.groups.agreement import PATIENCE_S, require_equal
+from commopt.groups import Membership, TeamShape
+from commopt.groups.agreement import PATIENCE_S, Facts, require_equal
 from commopt.schedule import require_same_parameters
 
 FORMAT = 1
@@ -149,10 +152,12 @@ def load(read: Callable[[], object], registration: Registration) -> None:
         problem = str(error)
     except Exception as error:  # whatever it is, the other ranks must learn of it
         problem = f"the checkpoint cannot be read ({error!r}); load what state_dict() returned, or start without it"
-    answers = registration.client.agree("load_state_dict", refused=problem, **dict[str, Any](facts)).wait()
+    in_sites = _divisions_in_sites(store, membership.team)
+    answers = registration.client.agree("load_state_dict", refused=problem, **dict[str, Any](facts | in_sites)).wait()
     _require_no_problem({rank: str(each["refused"]) for rank, each in zip(membership.ranks, answers, strict=True)})
     assert loaded is not None  # else there was a problem
     require_equal(membership.ranks, answers, facts)
+    _require_equal_in_sites(membership, answers, list(in_sites))
     if membership.team.rank == 0:
         _tell_of_learning_rate(int(facts["ranks"]), membership.team.size)
     registration.resume(store, *loaded)
@@ -222,10 +227,38 @@ def _fill(store: ResidualStore, saved: object, registration: Registration) -> tu
         "residuals": source,
         "parameters": _digest(sorted(numels.items())),
         "buckets": _digest([pieces_of(layout) for layout in buffers]),
-        "divisions": _digest(sorted(f"{path} {known}" for path, known in store.divisions.items())),
+        "divisions": _divisions(store, 0),
         "plan": _digest(alike),
     }
     return (first["steps"], buffers, numels, extras), facts
+
+
+def _divisions(store: ResidualStore, depth: int) -> str:
+    """Return a digest of the divisions at paths below so many levels of sites."""
+    known = (item for item in store.divisions.items() if max(item[0].split(".").count("inter") - 1, 0) == depth)
+    return _digest(sorted(f"{path} {divisions}" for path, divisions in known))
+
+
+def _divisions_in_sites(store: ResidualStore, team: TeamShape) -> dict[str, str]:
+    """Return digests of the divisions of shards, for each level of sites."""
+    return {f"divisions in sites, {depth}": _divisions(store, depth) for depth in range(1, team.sites_above + 1)}
+
+
+def _require_equal_in_sites(membership: Membership, answers: Sequence[Facts], names: Sequence[str]) -> None:
+    """Raise MismatchError, on every rank, unless ranks at the same place of their nodes (and sites) divide alike.
+
+    They have the same shards of every buffer, and move the residuals of these together.
+    """
+    wire, ranks = membership.team.wire, membership.ranks
+    places: list[tuple[int, ...]] = [()] * len(ranks)
+    for name, units in zip(names, (wire.nodes, *wire.sites), strict=False):
+        before: Counter[object] = Counter()
+        for member, unit in enumerate(units):
+            before[unit, places[member]] += 1
+            places[member] += (before[unit, places[member]] - 1,)
+        for place in set(places):
+            alike = [member for member, other in enumerate(places) if other == place]
+            require_equal([ranks[member] for member in alike], [answers[member] for member in alike], [name])
 
 
 def _digest(what: object) -> str:
@@ -301,7 +334,8 @@ def _require_same_levels(parts: list[Mapping[str, Any]], registration: Registrat
     paths = registration.residual_paths
     roles = (item for part in parts for item in field(part, "residuals", dict).items())
     used = {str(role).rpartition("/")[0] for role, pieces in roles if required(pieces, dict, f"residuals[{role!r}]")}
-    if not used <= set(paths):
+    # With more or fewer levels of sites the same residuals are at another depth, to which the store moves them.
+    if not {_above_nodes(path) for path in used} <= {_above_nodes(path) for path in paths}:
         levels = ", ".join(repr(path) for path in sorted(used - set(paths)))
         raise ConfigurationError(
             f"the checkpoint of {parts[0]['aggregator']} has residuals of level {levels}, which the aggregator here "
@@ -313,6 +347,11 @@ def _require_same_levels(parts: list[Mapping[str, Any]], registration: Registrat
             f"the checkpoint is of {parts[0]['aggregator']} and this is {registration.aggregator_name}: one sends "
             f"Adam's directions, the other gradients, in other units; use the same, or start without it"
         )
+
+
+def _above_nodes(path: str) -> str:
+    """Return a path with all levels above the nodes as one."""
+    return re.sub(r"inter(\.int(er|ra))+", "inter", path)
 
 
 def _largest(registration: Registration, ranks: int, name: str) -> float:

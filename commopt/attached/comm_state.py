@@ -136,11 +136,12 @@ class CommState:
         """Return what was done so far.
 
         Steps, buckets that the hook saw, how many of them were replayed as CUDA graphs (docs/performance.md), payload
-        bytes this rank sent and microseconds spent in the hook; with error feedback also residual_norm (of this rank,
-        in units of the average gradient), compression_error (left out over what should have been sent, sampled),
-        residual_bytes and factor_bytes kept, and dropped_commits (non-finite values); with LocalSGD
-        parameter_averages. memory: the bytes kept on this rank, by kind (residuals, averages, factors, masks, scratch).
-        Waits for the device.
+        bytes this rank sent (inter_bytes to other nodes; where sites are known, of these inter.intra_bytes inside the
+        site and inter.inter_bytes to other sites) and microseconds spent in the hook; with error feedback also
+        residual_norm (of this rank, in units of the average gradient), compression_error (left out over what should
+        have been sent, sampled), residual_bytes and factor_bytes kept, and dropped_commits (non-finite values); with
+        LocalSGD parameter_averages. memory: the bytes kept on this rank, by kind (residuals, averages, factors, masks,
+        scratch). Waits for the device.
         """
         registration = self._registration
         joined, calls, sent = registration.joined, registration.hook_calls, registration.wire_bytes()
@@ -149,8 +150,7 @@ class CommState:
             "cluster": str(joined.membership.cluster) if joined else "not joined yet",
             "steps": registration.steps,
             "buckets": calls,
-            "intra_bytes": sent.intra,
-            "inter_bytes": sent.inter,
+            **{f"{level}_bytes": nbytes for level, nbytes in sent.by_level().items()},
             "replayed": registration.replayed,
             "hook_us_per_bucket": registration.hook_ns / 1000 / calls if calls else 0.0,
             "memory": registration.store.memory(),

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from commopt.attached.replay import replay_wanted
 from commopt.errors import ConfigurationError
+from commopt.groups import require_site
 from commopt.groups.build import read_arguments, require_timeout
 from commopt.schedule import BucketConfig, Plan, Tuned
 
@@ -75,6 +76,14 @@ class AttachOptions:
         metadata=_rules(
             "declare blocks of so many ranks to be nodes (as COMMOPT_RANKS_PER_NODE does) instead of asking the hosts.",
             refused={"replicated": _NEIGHBOURS},
+        ),
+    )
+    site: str | None = field(
+        default=None,
+        metadata=_rules(
+            "where this rank's node is, in a network whose nodes are not all equally near: any text, levels outermost "
+            'first as in "berlin/rack3". Default: COMMOPT_SITE, or the switches that Slurm names.',
+            portable=False,
         ),
     )
     scaler: Any = field(
@@ -148,6 +157,8 @@ class AttachOptions:
         ranks_per_node, timeout_s = read_arguments(self.ranks_per_node, self.timeout)
         if ranks_per_node is not None and ranks_per_node < 1:
             raise ConfigurationError(f"ranks_per_node={ranks_per_node} is not 1 or more; pass the ranks of one node")
+        if self.site is not None:
+            require_site(self.site, "site")
         if timeout_s is not None:
             require_timeout(timeout_s)
         if not isinstance(self.record, bool):

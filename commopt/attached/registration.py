@@ -91,6 +91,7 @@ class Registration:
             options.ranks_per_node,
             options.timeout,
             problem,
+            site=options.site,
             meets=True,
             aggregator=self.aggregator_name,
             **options.compared(),
@@ -193,6 +194,8 @@ class Registration:
     def wire_bytes(self) -> WireBytes:
         """Return the payload this rank has sent."""
         sent = self.store.beside + self.sent.wire_bytes()
+        if self.joined is not None:  # a level over which nothing went is there all the same
+            sent += WireBytes(beyond=(0,) * self.joined.team.sites_above)
         return sent if self.averages is None else sent + self.averages.sent.wire_bytes()
 
     def usual_bytes(self, instead: Aggregator | None = None) -> WireBytes | None:
@@ -206,7 +209,7 @@ class Registration:
         if self.averages is None or instead is not None:
             return usual
         rounds, steps = self.averages.sent.wire_bytes(), max(self.reduced_steps, 1)
-        return usual + WireBytes(rounds.intra // steps, rounds.inter // steps)
+        return usual + rounds // steps
 
     def model(self) -> TorchDDP | None:
         """Return the DDP model, whose own broadcasts a report tells; None for others."""

@@ -184,8 +184,7 @@ class Replays:
             for each, name, value in sums:
                 setattr(each, name, value)
             return None
-        more = store.beside
-        sent = None if more == beside else WireBytes(more.intra - beside.intra, more.inter - beside.inter)
+        sent = None if store.beside == beside else store.beside - beside
         places = self._places(task)
         kept: list[object] = [there.buffer, there.source, *store.scratch.tensors(), [each for each, *_ in places]]
         masked = [(mask, tuple(mask.tensors())) for mask in masks]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commopt.aggregate import Aggregator, Hierarchical
-from commopt.aggregate.hierarchical import Form
+from commopt.aggregate.forms import Form
 from commopt.collectives import Communicator
 from commopt.collectives.communicator import Op
 from commopt.groups import WireBytes, all_gather_single, reduce_scatter_single

@@ -8,21 +8,27 @@ in a bridge, in a namespace of its own. Both ends of each pair are shaped: a nod
 ranks on the same node communicate over `lo` at full speed. Since the bridge is inside a namespace too, nothing is added
 to the host's interfaces, routes or firewall, and several clusters can run at the same time.
 
+With `--sites 2 --site-rate 50mbit` nodes are divided among sites, whose bridges are joined by links of that rate.
+`--tell-sites` sets COMMOPT_SITE.
+
 Ranks get torchrun's variables and store; there are no restarts. Host name and boot id are the same on all nodes, so
 NCCL_HOSTID tells the nodes apart.
 """
 
 from commopt.cluster.cli import EmulatedCluster, NodeTraffic, Result
 from commopt.cluster.network import ClusterUnavailableError, Counters, EmulatedLink, LinkTraffic, link_rate, traffic
+from commopt.cluster.sites import EmulatedSites, site_options
 
 __all__ = [
     "ClusterUnavailableError",
     "Counters",
     "EmulatedCluster",
     "EmulatedLink",
+    "EmulatedSites",
     "LinkTraffic",
     "NodeTraffic",
     "Result",
     "link_rate",
+    "site_options",
     "traffic",
 ]

@@ -23,12 +23,14 @@ from commopt.cluster.network import (
     MAX_NODES,
     RATE_VARIABLE,
     ClusterUnavailableError,
+    Counters,
     EmulatedLink,
     EmulatedNetwork,
     LinkTraffic,
     address,
     uninterrupted,
 )
+from commopt.cluster.sites import SITES_VARIABLE, EmulatedSites
 from commopt.command_line import refuse, whole
 from commopt.display import show_table
 
@@ -59,6 +61,7 @@ class Result:
         was not captured.
     seconds: duration.
     nodes: traffic of each node.
+    sites: traffic over each site's link to the others; none without sites.
     """
 
     returncode: int
@@ -66,6 +69,7 @@ class Result:
     stderr: str
     seconds: float
     nodes: tuple[NodeTraffic, ...]
+    sites: tuple[Counters, ...] = ()
 
 
 class EmulatedCluster:
@@ -77,10 +81,16 @@ class EmulatedCluster:
     ranks_per_node: one number for all nodes, or one per node.
     rate: rate of every node's link, for example "200mbit"; "none": unshaped.
     delay: one-way delay of the network.
+    sites: where nodes are not all equally near.
     """
 
     def __init__(
-        self, nodes: int = 2, ranks_per_node: int | Sequence[int] = 2, rate: str = "200mbit", delay: str = "0ms"
+        self,
+        nodes: int = 2,
+        ranks_per_node: int | Sequence[int] = 2,
+        rate: str = "200mbit",
+        delay: str = "0ms",
+        sites: EmulatedSites | None = None,
     ) -> None:
         if not 1 <= nodes <= MAX_NODES:
             raise ValueError(f"nodes {nodes} must be between 1 and {MAX_NODES}")
@@ -92,7 +102,11 @@ class EmulatedCluster:
         self.ranks_per_node = ranks
         self.rate = rate
         self.link = EmulatedLink.parse(rate, delay)
-        self._network = EmulatedNetwork(nodes, self.link)
+        self.sites = EmulatedSites() if sites is None else sites
+        if self.sites.nodes and sum(self.sites.nodes) != nodes:
+            raise ValueError(f"sites of {self.sites.nodes} nodes hold {sum(self.sites.nodes)} nodes, not {nodes}")
+        site_of = [self.sites.site_of(node_rank) for node_rank in range(nodes)]
+        self._network = EmulatedNetwork(nodes, self.link, site_of, self.sites.link)
 
     @staticmethod
     def missing(rate: str = "200mbit", delay: str = "0ms") -> str | None:
@@ -141,6 +155,7 @@ class EmulatedCluster:
         """
         nodes = range(len(self.ranks_per_node))
         before = [self._network.traffic(node_rank) for node_rank in nodes]
+        crossed = self._network.site_traffic()
         start = time.monotonic()
         stdout: list[str] = []
         stderr: list[str] = []
@@ -165,7 +180,8 @@ class EmulatedCluster:
         seconds = time.monotonic() - start
         moved = (self._network.traffic(node_rank) - before[node_rank] for node_rank in nodes)
         traffic = tuple(map(NodeTraffic, nodes, self.ranks_per_node, moved))
-        return Result(returncode, "".join(stdout), "".join(stderr), seconds, traffic)
+        sites = tuple(now - then for now, then in zip(self._network.site_traffic(), crossed, strict=True))
+        return Result(returncode, "".join(stdout), "".join(stderr), seconds, traffic, sites)
 
     def _start(
         self, node_rank: int, command: Sequence[str], env: Mapping[str, str], piped: bool
@@ -185,8 +201,11 @@ class EmulatedCluster:
         )
 
     def _environment(self, node_rank: int) -> dict[str, str]:
+        told = {"COMMOPT_SITE": f"site{self.sites.site_of(node_rank)}"} if self.sites.told else {}
         return {
+            **told,
             RATE_VARIABLE: self.rate,
+            SITES_VARIABLE: self.sites.options(),
             "NCCL_HOSTID": self._network.nodes[node_rank],
             "NCCL_IB_DISABLE": "1",
             "NCCL_SOCKET_IFNAME": INTERFACE,
@@ -248,16 +267,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add: Any = parser.add_argument
     add("--nodes", type=whole(1), default=2, help="number of nodes (default 2)")
     ranks = "ranks on every node, or one number per node (default 2)"
-    add("--ranks-per-node", type=_ranks_per_node, default=2, metavar="L[,L...]", help=ranks)
+    add("--ranks-per-node", type=_counts, default=2, metavar="L[,L...]", help=ranks)
     rate = "rate of every node's link: 1gbit, none; received/sent: 50mbit/10mbit (default 200mbit)"
     add("--rate", default="200mbit", help=rate)
     add("--delay", default="0ms", help="one-way delay of the network: 500us, 5ms (default 0ms)")
+    sites = "sites of so many nodes: 3,2; or one number, of equal sites (default 1: all nodes are equally near)"
+    add("--sites", type=_counts, default=1, metavar="N[,N...]", help=sites)
+    add("--site-rate", default="none", help="rate of each site's link to the others, as --rate (default none)")
+    add("--tell-sites", action="store_true", help="set COMMOPT_SITE on every rank")
     add("-m", "--module", action="store_true", help="SCRIPT is a module, as in `python -m`")
     add("script", metavar="SCRIPT")
     add("arguments", metavar="ARGS", nargs=argparse.REMAINDER)
 
 
-def _ranks_per_node(text: str) -> int | list[int]:
+def _counts(text: str) -> int | list[int]:
     counts = [whole(1)(count) for count in text.split(",")]
     return counts if "," in text else counts[0]
 
@@ -271,6 +294,11 @@ def _show(cluster: EmulatedCluster, result: Result) -> None:
         rows.append([*map(str, figures)])
     title = f"{len(result.nodes)} nodes at {cluster.rate}, {result.seconds:.1f} s"
     show_table(title, rows, 0, "inside: between the ranks of a node", sys.stderr)
+    if result.sites:
+        rows = [["site", "nodes", "sent MiB", "received MiB"]]
+        for site, (count, link) in enumerate(zip(cluster.sites.nodes, result.sites, strict=True)):
+            rows.append([str(site), str(count), f"{link.tx_bytes / 2**20:.2f}", f"{link.rx_bytes / 2**20:.2f}"])
+        show_table(f"{len(result.sites)} sites at {cluster.sites.rate}", rows, 0, "", sys.stderr)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
@@ -285,7 +313,10 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.module and not os.path.isfile(arguments.script):  # run_path would take any text for a path
         return refuse("commopt cluster", f"there is no file {arguments.script}; for a module put -m before its name")
     try:
-        with EmulatedCluster(arguments.nodes, arguments.ranks_per_node, arguments.rate, arguments.delay) as cluster:
+        sites = EmulatedSites.of(arguments.sites, arguments.nodes, arguments.site_rate, arguments.tell_sites)
+        with EmulatedCluster(
+            arguments.nodes, arguments.ranks_per_node, arguments.rate, arguments.delay, sites
+        ) as cluster:
             result = cluster.run(command, capture=False)
     except (ClusterUnavailableError, ValueError) as error:
         return refuse("commopt cluster", error)

@@ -69,14 +69,20 @@ class LinkTraffic:
     @classmethod
     def parse(cls, proc_net_dev: str, proc_net_snmp: str) -> LinkTraffic:
         """Parse the texts of /proc/net/dev and /proc/net/snmp."""
-        counters = {}
-        for line in proc_net_dev.splitlines()[2:]:
-            name, _, fields = line.partition(":")
-            rx_bytes, rx_packets, *_, tx_bytes, tx_packets = (int(field) for field in fields.split()[:10])
-            counters[name.strip()] = Counters(tx_bytes, tx_packets, rx_bytes, rx_packets)
+        counters = _interfaces(proc_net_dev)
         names, values = (line.split() for line in proc_net_snmp.splitlines() if line.startswith("Tcp:"))
         retransmissions = int(values[names.index("RetransSegs")])
         return cls(counters[INTERFACE], counters["lo"], retransmissions)
+
+
+def _interfaces(proc_net_dev: str) -> dict[str, Counters]:
+    """Return the counters of each interface in the text of /proc/net/dev."""
+    counters = {}
+    for line in proc_net_dev.splitlines()[2:]:
+        name, _, fields = line.partition(":")
+        rx_bytes, rx_packets, *_, tx_bytes, tx_packets = (int(field) for field in fields.split()[:10])
+        counters[name.strip()] = Counters(tx_bytes, tx_packets, rx_bytes, rx_packets)
+    return counters
 
 
 def link_rate() -> str | None:
@@ -201,10 +207,19 @@ class EmulatedNetwork:
     """Namespaces `commopt-<pid>-<serial>-node<i>`, joined by a bridge in `commopt-<pid>-<serial>-hub`.
 
     Addresses and the names of links are private to the namespaces and cannot collide with the host's.
+
+    nodes: their number.
+    link: of each node.
+    site_of: site of each node: each has its own bridge there, joined to the others' by a link. One site has none.
+    site_link: of each site to the others.
     """
 
-    def __init__(self, nodes: int, link: EmulatedLink) -> None:
+    def __init__(
+        self, nodes: int, link: EmulatedLink, site_of: Sequence[int] = (), site_link: EmulatedLink | None = None
+    ) -> None:
         self.link = link
+        self._site_of = site_of or (0,) * nodes
+        self._site_link = site_link or EmulatedLink()
         self.name = f"commopt-{os.getpid()}-{next(_SERIAL)}"
         self.nodes = tuple(f"{self.name}-node{node_rank}" for node_rank in range(nodes))
         self._hub = f"{self.name}-hub"
@@ -222,8 +237,7 @@ class EmulatedNetwork:
 
     def _build(self) -> None:
         _ip("netns", "add", self._hub)
-        _ip("-n", self._hub, "link", "add", "br0", "type", "bridge", "mcast_snooping", "0")
-        _up(self._hub, "br0")
+        self._build_sites()
         for node_rank, node in enumerate(self.nodes):
             port = f"node{node_rank}"
             _ip("netns", "add", node)
@@ -234,12 +248,29 @@ class EmulatedNetwork:
                 _tc("-n", node, "qdisc", "add", "dev", INTERFACE, *arguments)
             for arguments in self.link.far_end():
                 _tc("-n", self._hub, "qdisc", "add", "dev", port, *arguments)
-            _ip("-n", self._hub, "link", "set", port, "master", "br0")
-            _up(self._hub, port)
+            self._plug(port, f"br{self._site_of[node_rank]}")
             _up(node, INTERFACE)
             _ip("-n", node, "route", "change", _SUBNET, "dev", INTERFACE, *_ROUTE, "src", address(node_rank))
             _up(node, "lo")
             _run(self.enter(node_rank, ["true"]))
+
+    def _build_sites(self) -> None:
+        sites = sorted(set(self._site_of))
+        for bridge in [f"br{site}" for site in sites] + (["core"] if len(sites) > 1 else []):
+            _ip("-n", self._hub, "link", "add", bridge, "type", "bridge", "mcast_snooping", "0")
+            _up(self._hub, bridge)
+        for site in sites if len(sites) > 1 else ():
+            near, far = f"site{site}", f"core{site}"  # what leaves the site is sent by the first of them
+            _ip("-n", self._hub, "link", "add", near, "type", "veth", "peer", "name", far)
+            for port, shaping in ((near, self._site_link.near_end()), (far, self._site_link.far_end())):
+                for arguments in shaping:
+                    _tc("-n", self._hub, "qdisc", "add", "dev", port, *arguments)
+            self._plug(near, f"br{site}")
+            self._plug(far, "core")
+
+    def _plug(self, port: str, bridge: str) -> None:
+        _ip("-n", self._hub, "link", "set", port, "master", bridge)
+        _up(self._hub, port)
 
     def _name_addresses(self, node: str) -> None:
         # torch looks up its peers' names, by IPv4 address mapped to IPv6, and warns if there is no answer.
@@ -255,6 +286,11 @@ class EmulatedNetwork:
 
     def traffic(self, node_rank: int) -> LinkTraffic:
         return LinkTraffic.parse(*(_run(self.enter(node_rank, ["cat", file])) for file in PROC_FILES))
+
+    def site_traffic(self) -> list[Counters]:
+        """Return the counters of each site's link to the others: sent is what left the site."""
+        counters = _interfaces(_run(["ip", "netns", "exec", self._hub, "cat", PROC_FILES[0]]))
+        return [counters[f"site{site}"] for site in sorted(set(self._site_of)) if f"site{site}" in counters]
 
     def connect(self, node_rank: int, *, up: bool) -> None:
         """Connect a node to the hub, or disconnect it: packets are then lost silently."""

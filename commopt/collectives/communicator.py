@@ -67,7 +67,8 @@ class Communicator:
     stream: make it CuPy's with torch.cuda.ExternalStream where they differ.
 
     `ranks_per_node` declares blocks of ranks to be nodes; by default the hosts are asked. `timeout`, in seconds or a
-    timedelta, is for a collective or a rank that never arrives; by default that of `group`. What cannot be raises
+    timedelta, is for a collective or a rank that never arrives; by default that of `group`. `site` is where this
+    rank's node is, as in "berlin/rack3"; by default COMMOPT_SITE, or what Slurm says. What cannot be raises
     ConfigurationError on every rank.
     """
 
@@ -76,8 +77,9 @@ class Communicator:
         group: Any = None,
         ranks_per_node: int | None = None,
         timeout: float | timedelta | None = None,
+        site: str | None = None,
     ) -> None:
-        self._use(LaneClient.join("Communicator", group, ranks_per_node, timeout))
+        self._use(LaneClient.join("Communicator", group, ranks_per_node, timeout, site=site))
 
     def _use(self, client: LaneClient) -> None:
         self._client = client

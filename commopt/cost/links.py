@@ -55,7 +55,10 @@ def ring(primitive: str, ranks: int) -> Ring:
 
 
 class LinkKey(NamedTuple):
-    """One collective of `ranks` ranks of a level ("world", "intra", "inter"), run by `groups` groups at once."""
+    """One collective of `ranks` ranks of a level ("world", "intra", "inter"), run by `groups` groups at once.
+
+    Where sites are known, "inter.intra" is inside a site, and "inter.inter" between sites.
+    """
 
     level: str
     primitive: str
@@ -115,19 +118,24 @@ class Links:
         """Return the curve of a collective over `ranks` ranks while `groups` groups of the level run it at once.
 
         Without a measurement it is the curve of the nearest number of ranks, scaled by the ring's formula, then of the
-        nearest number of groups; its note says so. Raises ConfigurationError if there is no curve of this collective.
+        nearest number of groups; for a level of sites also of the level around it. Its note says so. Raises
+        ConfigurationError if there is no curve of this collective.
         """
         exact = self.curves.get(LinkKey(level, primitive, ranks, groups))
         if exact is not None:
             return exact
-        like = [key for key in self.curves if (key.level, key.primitive) == (level, primitive)]
+        around = [".".join(level.split(".")[:depth]) for depth in range(level.count("."), 0, -1)]
+        levels = [level, *around, "world"] if around else [level]
+        found = ([key for key in self.curves if key[:2] == (each, primitive)] for each in levels)
+        like = next((keys for keys in found if keys), [])
         if not like:
             raise ConfigurationError(
                 f"no figures for {primitive} at level {level!r}, only for {self.contents}; probe the cluster again"
             )
         key = min(like, key=lambda key: (abs(log(key.ranks / ranks)), abs(log(key.groups / groups)), key))
         curve = self.curves[key]
-        notes = [] if key.ranks == ranks else [f"{ranks} ranks from {key.ranks}"]
+        notes = [] if key.level == level else [f"level {level} from {key.level}"]
+        notes += [] if key.ranks == ranks else [f"{ranks} ranks from {key.ranks}"]
         notes += [] if key.groups == groups else [f"{groups} groups at once from {key.groups}"]
         mine, theirs = (ring(primitive, count) for count in (ranks, key.ranks))
         return curve.scaled(mine.steps / theirs.steps, mine.volume / theirs.volume, f"for {', '.join(notes)}")

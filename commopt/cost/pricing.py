@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from math import ceil
@@ -15,6 +16,8 @@ from commopt.aggregate import Action, Aggregator, Buffer, Call
 from commopt.cost.links import Links, WorkKey
 from commopt.feedback import Layout
 from commopt.groups import TeamShape
+
+_SMALL = 32  # ranks, all of which are looked at where sites may be unequal
 
 Price = Callable[[int], float]
 """Bytes of a message to microseconds."""
@@ -78,6 +81,15 @@ class _RankClass(NamedTuple):
     steps: Directions
     ranks: int
 
+    def calls(self, level: str) -> bool:
+        """Return whether they have a collective at this level."""
+        return any(isinstance(step, Call) and step.level == level for steps in self.steps for step in steps)
+
+    def sender(self, level: str) -> int:
+        """Return the node, or the site, out of whose link their collectives of a level between nodes go."""
+        wire = self.shape.wire
+        return (wire.nodes, *wire.sites)[level.count("inter") - 1][wire.rank]
+
 
 class Pricing:
     """One aggregator on one cluster; curves are looked up once. Arguments and errors are those of `cost`."""
@@ -116,10 +128,14 @@ class Pricing:
 
     def _rank_classes(self, layout: Layout) -> list[_RankClass]:
         """Return the ranks that can be the slowest, those alike as one."""
-        found: dict[tuple[int, Directions], _RankClass] = {}
-        shapes = first_node(self._shape) if self._shape.uniform else _leaders(self._shape)
+        found: dict[tuple[object, ...], _RankClass] = {}
+        if self._shape.sites_above:
+            shapes = _first_site(self._shape)
+        else:
+            shapes = first_node(self._shape) if self._shape.uniform else _leaders(self._shape)
         for shape, steps in zip(shapes, self._directions(layout, shapes), strict=True):
-            key = (shape.intra.size if shape.intra is not None else 1, steps)
+            node = shape.wire.nodes[shape.rank] if self._shape.sites_above else 0  # of several nodes each is a class
+            key = (shape.intra.size if shape.intra is not None else 1, steps, node)
             known = found.get(key, _RankClass(shape, steps, 0))
             found[key] = known._replace(ranks=known.ranks + 1)
         return list(found.values())
@@ -139,8 +155,7 @@ class Pricing:
 
         Ranks wait for the slowest between the directions.
         """
-        groups = sum(each.ranks for each in classes if any(_is_inter(step) for steps in each.steps for step in steps))
-        groups = groups if self._shape.uniform else 1
+        groups = self._groups(classes)
         notes: dict[str, None] = {}
         parts = {"compress": 0.0, "intra": 0.0, "inter": 0.0}
         for direction in range(3):
@@ -149,15 +164,29 @@ class Pricing:
                 parts[part] += time_us
         return Cost(sum(parts.values()), parts["compress"], parts["intra"], parts["inter"], tuple(notes))
 
+    def _groups(self, classes: Sequence[_RankClass]) -> dict[str, int]:
+        """Return how many groups of a level between nodes share the link of a node, or of a site."""
+        if not self._shape.uniform and not self._shape.sites_above:
+            return {"inter": 1}
+        found = Counter[str]()
+        levels = {step.level for each in classes for steps in each.steps for step in steps if isinstance(step, Call)}
+        for level in (level for level in levels if level.startswith("inter")):
+            sending = Counter[int]()
+            for each in classes:
+                if each.calls(level):
+                    sending[each.sender(level)] += each.ranks
+            found[level] = max(sending.values())
+        return found
+
     def _spent(
-        self, steps: Iterable[Action], shape: TeamShape, groups: int, share: float, notes: dict[str, None]
+        self, steps: Iterable[Action], shape: TeamShape, groups: Mapping[str, int], share: float, notes: dict[str, None]
     ) -> dict[str, float]:
         spent = {"compress": 0.0, "intra": 0.0, "inter": 0.0}
         for step in steps:
             nbytes = step.nbytes * share
             if isinstance(step, Call):
                 team = shape.at(step.level)
-                at_once = {"inter": groups, "intra": shape.ranks_per_node.count(team.size)}.get(step.level, 1)
+                at_once = {"intra": shape.ranks_per_node.count(team.size), **groups}.get(step.level, 1)
                 curve = self._curve(step.level, step.primitive, team.size, at_once)
                 what = f"{step.primitive} at level {step.level}"
                 spent["inter" if team.node_count > 1 else "intra"] += curve.time_us(nbytes)
@@ -196,13 +225,21 @@ def _calls_before(steps: Sequence[Action]) -> int:
 
 
 def _is_inter(step: Action) -> bool:
-    return isinstance(step, Call) and step.level == "inter"
+    return isinstance(step, Call) and step.level.startswith("inter")
 
 
 @lru_cache(maxsize=8)  # by identity: at thousands of ranks this takes longer than all the prices
 def first_node(shape: TeamShape) -> tuple[TeamShape, ...]:
     """Return the shape as each rank of the first node sees it: where nodes are alike, all others do the same."""
     return tuple(shape.seen_from(rank) for rank in range(shape.ranks_per_node[0]))
+
+
+@lru_cache(maxsize=4)
+def _first_site(shape: TeamShape) -> tuple[TeamShape, ...]:
+    """Return the shape as each rank of the first site of the outermost level sees it; of a small cluster, as all do."""
+    site = shape.wire.sites[-1]
+    ranks = range(shape.size) if shape.size <= _SMALL else range(site.count(site[0]))
+    return tuple(shape.seen_from(rank) for rank in ranks)
 
 
 @lru_cache(maxsize=4)

@@ -29,7 +29,7 @@ class Residual:
     Adam's moments and the parameters that nodes agreed on are stored alike. They are averages: each node has its own
     moments, all nodes have the same parameters.
 
-    path: the level of the aggregator ("", "inter", "intra"), for an average followed by its name.
+    path: the level of the aggregator ("", "inter", "inter.inter"), for an average followed by its name.
     values: [layout.numel], float32 or bfloat16.
     spare: memory for the next values while a whole step may yet be dropped, float32 [layout.numel].
     flushing: whether the next step sends it exactly: it is gone when that is committed.

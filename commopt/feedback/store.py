@@ -218,7 +218,7 @@ class ResidualStore:
         """Move the residuals of a buffer that are at other paths to `paths`."""
         senders = {known.paths for key, known in self.buffers.items() if key.shares_names(layout)}
         for path in self.divisions:
-            if senders - {paths} or path not in paths:
+            if senders - {paths} or not any(f"{each}.".startswith(f"{path}.") for each in paths):
                 self.divisions[path] = _others(self.divisions[path], layout)
         heir = next((path for path in reversed(paths) if not is_average(path)), "")
         for path in {each.path for each in self.residuals()} - {heir, *paths}:

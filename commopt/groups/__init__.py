@@ -5,6 +5,7 @@ from commopt.groups.build import join, read_arguments
 from commopt.groups.gloo import apply_scale
 from commopt.groups.membership import FAILURE_KEY, Membership, joined, memberships
 from commopt.groups.shape import TeamShape, WireBytes, WireModel
+from commopt.groups.sites import SITE_VARIABLE, require_site
 from commopt.groups.store import LimitedStore, close_stores
 from commopt.groups.team import (
     Team,
@@ -18,6 +19,7 @@ from commopt.groups.team import (
 
 __all__ = [
     "FAILURE_KEY",
+    "SITE_VARIABLE",
     "LimitedStore",
     "Membership",
     "Team",
@@ -36,4 +38,5 @@ __all__ = [
     "memberships",
     "read_arguments",
     "reduce_scatter_single",
+    "require_site",
 ]

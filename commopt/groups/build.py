@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from commopt.errors import ConfigurationError
-from commopt.groups.agreement import exchange_facts, require_equal
+from commopt.groups.agreement import Facts, exchange_facts, require_equal
 from commopt.groups.membership import Membership, checking, failures_among
-from commopt.groups.shape import levels_of
+from commopt.groups.shape import with_levels
+from commopt.groups.sites import SITE_VARIABLE, read_site
 from commopt.groups.store import limited_store
 from commopt.groups.team import Team, is_alive
 from commopt.version import __version__
@@ -33,7 +34,7 @@ _log = logging.getLogger("commopt")
 
 
 _Ranks = tuple[int, ...]
-_Arguments = tuple[int | None, float | None]
+_Arguments = tuple[int | None, float | None, str | None]
 # Keyed weakly: a Membership must not keep a process group alive that its user destroyed.
 _memberships: WeakKeyDictionary[dist.ProcessGroup, dict[_Arguments, Membership]] = WeakKeyDictionary()
 
@@ -70,6 +71,7 @@ def join(
     ranks_per_node: int | None = None,
     timeout_s: float | None = None,
     problem: Exception | None = None,
+    site: str | None = None,
 ) -> Membership:
     """Return the membership of `group`, and build it on the first call. Collective over the group's ranks.
 
@@ -81,15 +83,16 @@ def join(
         COMMOPT_RANKS_PER_NODE does this with blocks of global ranks.
     timeout_s: None: the timeout of `group` itself, or 600 s if torch does not tell it.
     problem: reason why the caller cannot continue, raised here on every rank unless the groups exist already.
+    site: where this rank's node is, outermost level first, as in "berlin/rack3"; None: as COMMOPT_SITE or Slurm says.
     """
     try:
         parent = resolve_group(group)
     except ConfigurationError as error:
         raise problem or error from None  # no other rank can be told
     known = _memberships.setdefault(parent, {})
-    key = (ranks_per_node, timeout_s)
+    key = (ranks_per_node, timeout_s, site)
     if key not in known or not known[key].alive:
-        known[key] = _build(parent, ranks_per_node, timeout_s, problem)
+        known[key] = _build(parent, ranks_per_node, timeout_s, problem, site)
     return known[key]
 
 
@@ -135,13 +138,16 @@ def _build(
     ranks_per_node: int | None,
     asked_for_s: float | None,
     problem: Exception | None,
+    given_site: str | None,
 ) -> Membership:
     timeout_s, host = min(_timeout_of(parent), _LONGEST_TIMEOUT_S), None
+    site, told = "", given_site is not None or SITE_VARIABLE in os.environ
     try:  # an error of one rank is raised on all
         if asked_for_s is not None:
             timeout_s = require_timeout(asked_for_s)
         emulated = _ranks_per_node_from_environment() if ranks_per_node is None else None
         host = _host(emulated).as_dict()
+        site = read_site(given_site, emulated=emulated is not None or ranks_per_node is not None)
     except ConfigurationError as error:
         problem, emulated = problem or error, None
     facts = {
@@ -152,24 +158,22 @@ def _build(
         "timeout in seconds": asked_for_s,
         "COMMOPT_CHECK": checking(),
     }
-    own = {"host": host, "token": secrets.token_hex(4), "timeout of the process group": timeout_s}
+    own = {
+        "host": host,
+        "site": site,
+        "told": told,
+        "token": secrets.token_hex(4),
+        "timeout of the process group": timeout_s,
+    }
     ranks, me = dist.get_process_group_ranks(parent), parent.rank()
     store = limited_store(f"commopt/{parent.group_name}", timeout_s)
     raise_failures = failures_among(ranks)
     answers = exchange_facts(store, ranks, me, "commopt group setup", facts | own, timeout_s, raise_failures, problem)
     require_equal(ranks, answers, facts)
     timeout_s = max(answer["timeout of the process group"] for answer in answers)
-    if ranks_per_node is None:
-        hosts = [HostIdentity(**answer["host"]) for answer in answers]
-        cluster = Cluster.from_hosts(hosts, emulated=emulated is not None)
-    else:
-        cluster = _blocks(len(answers), ranks_per_node)
-    if me == 0 and not cluster.node_contiguous:
-        _log.warning(
-            "ranks are not numbered node by node (%s): commopt orders its own groups by node, but other collectives "
-            "may cross the network once per rank instead of once per node; launch the ranks of a node together",
-            cluster.nodes,
-        )
+    cluster = _cluster(answers, ranks_per_node, emulated=emulated is not None)
+    if me == 0:
+        _describe(cluster)
     name = f"commopt/{parent.group_name}/{answers[0]['token']}"
     try:
         try:
@@ -203,6 +207,35 @@ def _host(ranks_per_node: int | None) -> HostIdentity:
     return HostIdentity(f"node{node}", boot_id="", nccl_hostid=None, local_rank=rank % ranks_per_node)
 
 
+def _cluster(answers: Sequence[Facts], ranks_per_node: int | None, *, emulated: bool) -> Cluster:
+    """Return the nodes and sites of all ranks. Raises ConfigurationError, alike on every rank, for impossible ones."""
+    if ranks_per_node is None:
+        cluster = Cluster.from_hosts([HostIdentity(**answer["host"]) for answer in answers], emulated)
+    else:
+        cluster = _blocks(len(answers), ranks_per_node)
+    try:
+        return cluster.in_sites([answer["site"] for answer in answers])
+    except ValueError as error:
+        if any(answer["told"] for answer in answers):
+            raise ConfigurationError(f"{error} ({SITE_VARIABLE}, or site=...)") from None
+        _log.warning("the switches that Slurm names make no sites, and are left out: %s (%s)", error, SITE_VARIABLE)
+        return cluster
+
+
+def _describe(cluster: Cluster) -> None:
+    if not cluster.node_contiguous:
+        _log.warning(
+            "ranks are not numbered node by node (%s): commopt orders its own groups by node, but other collectives "
+            "may cross the network once per rank instead of once per node; launch the ranks of a node together",
+            cluster.nodes,
+        )
+    if cluster.site_levels:
+        sites: dict[str, list[str]] = {}
+        for name, site in zip(cluster.names, cluster.sites, strict=True):
+            sites.setdefault("/".join(site), []).append(name)
+        _log.info("%s: %s", cluster, "; ".join(f"{site}: {', '.join(names)}" for site, names in sites.items()))
+
+
 def _blocks(world_size: int, ranks_per_node: int) -> Cluster:
     try:
         return Cluster.from_ranks_per_node(world_size, ranks_per_node)
@@ -211,26 +244,23 @@ def _blocks(world_size: int, ranks_per_node: int) -> Cluster:
 
 
 def _build_team(parent: dist.ProcessGroup, cluster: Cluster, name: str, timeout_s: float) -> Team:
-    """Create the groups in a fixed order: world, intra, inter."""
+    """Create the groups in a fixed order, from the world inwards. Levels of the same ranks share a group."""
     global_ranks = [dist.get_process_group_ranks(parent)[position] for position in cluster.order]
     node_of = [cluster.node_of(position) for position in cluster.order]
+    sites = [[site[node] for node in node_of] for site in cluster.site_levels]
     backends = _backends(parent)
+    groups: dict[_Ranks, dist.ProcessGroup | None] = {}
 
-    def created(level: str, members: Sequence[int], number: object = "") -> tuple[_Ranks, _Ranks, Any]:
+    def create(level: str, members: Sequence[int]) -> Team:
         ranks = tuple(global_ranks[member] for member in members)
+        if ranks not in groups:
+            groups[ranks] = _new_group(parent, ranks, f"{name}/{level}{members[0]}", timeout_s)
         nodes = tuple(node_of[member] for member in members)
-        return ranks, nodes, _new_group(parent, ranks, f"{name}/{level}{number}", timeout_s)
+        return Team(
+            ranks, nodes, groups[ranks], backends, level, [[site[member] for member in members] for site in sites]
+        )
 
-    me = cluster.order.index(parent.rank())
-    world = created("world", range(len(node_of)))
-    levels = levels_of(node_of, me)
-    if levels is None:
-        return Team(*world, backends)
-    intra = Team(*created("intra", levels.intra, node_of[me]), backends, "intra")
-    inter = None
-    if levels.inter is not None:
-        inter = Team(*created("inter", levels.inter, levels.intra.index(me)), backends, "inter")
-    return Team(*world, backends, "world", intra, inter)
+    return with_levels(create, cluster.order.index(parent.rank()), [node_of, *sites])
 
 
 def _new_group(

@@ -9,10 +9,12 @@ for all_reduce, reduce_scatter and all_gather, a binomial tree for broadcast, di
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from itertools import starmap, zip_longest
+from operator import add, sub
+from typing import TypeVar
 
 import torch
 
@@ -25,16 +27,39 @@ class WireBytes:
 
     intra: bytes to ranks of its own node.
     inter: bytes to other nodes.
+    beyond: of these, the bytes that leave its site, for each level of sites: the innermost (the rack) first.
     """
 
     intra: int = 0
     inter: int = 0
+    beyond: tuple[int, ...] = ()
+
+    def by_level(self) -> dict[str, int]:
+        """Return the bytes by level: "inter.intra" is the part of "inter" that stays in a site, "inter.inter" the rest.
+
+        Levels of sites follow where there are any.
+        """
+        found, level = {"intra": self.intra, "inter": self.inter}, "inter"
+        for leaving in self.beyond:
+            found |= {f"{level}.intra": found[level] - leaving, f"{level}.inter": leaving}
+            level += ".inter"
+        return found
 
     def __add__(self, other: WireBytes) -> WireBytes:
-        return WireBytes(self.intra + other.intra, self.inter + other.inter)
+        return self._each(other, add)
+
+    def __sub__(self, other: WireBytes) -> WireBytes:
+        return self._each(other, sub)
 
     def __mul__(self, count: int) -> WireBytes:
-        return WireBytes(self.intra * count, self.inter * count)
+        return WireBytes(self.intra * count, self.inter * count, tuple(nbytes * count for nbytes in self.beyond))
+
+    def __floordiv__(self, count: int) -> WireBytes:
+        return WireBytes(self.intra // count, self.inter // count, tuple(nbytes // count for nbytes in self.beyond))
+
+    def _each(self, other: WireBytes, join: Callable[[int, int], int]) -> WireBytes:
+        beyond = zip_longest(self.beyond, other.beyond, fillvalue=0)
+        return WireBytes(join(self.intra, other.intra), join(self.inter, other.inter), tuple(starmap(join, beyond)))
 
 
 @dataclass(frozen=True)
@@ -43,10 +68,12 @@ class WireModel:
 
     rank: the sending rank.
     nodes: node of each rank.
+    sites: site of each rank, for each level of sites, innermost first.
     """
 
     rank: int
     nodes: Sequence[int]
+    sites: tuple[Sequence[int], ...] = ()
 
     @property
     def size(self) -> int:
@@ -54,8 +81,10 @@ class WireModel:
         return len(self.nodes)
 
     def _send(self, peer: int, nbytes: int) -> WireBytes:
-        same_node = self.nodes[peer] == self.nodes[self.rank]
-        return WireBytes(intra=nbytes) if same_node else WireBytes(inter=nbytes)
+        beyond = tuple(0 if site[peer] == site[self.rank] else nbytes for site in self.sites)
+        if self.nodes[peer] == self.nodes[self.rank]:
+            return WireBytes(intra=nbytes, beyond=beyond)
+        return WireBytes(inter=nbytes, beyond=beyond)
 
     def _to_next(self, nbytes: int) -> WireBytes:
         return self._send((self.rank + 1) % self.size, nbytes)
@@ -105,16 +134,25 @@ class WireModel:
 
 
 class TeamShape:
-    """Ranks 0..size-1 in node-contiguous order.
+    """Ranks 0..size-1 in node-contiguous order, with levels of teams below: a tree.
+
+    The world consists of nodes. Where sites are known, so does its `inter`, which consists of sites: its own `intra`
+    are the nodes of one site, its own `inter` one rank of each site, and so on for sites of sites.
 
     nodes: node of each rank.
     rank: this rank.
     backends: name of the backend for each type of device.
-    level: "world", or for a part of it "intra" (one node) or "inter" (one rank of each node).
-    intra: this rank's node; None if there are no further levels.
-    inter: the ranks at this rank's place on all nodes; None if there are no further levels, and on ranks that are not
-        leaders if nodes are unequal.
+    level: "world", or for a part of it "intra" (one node) or "inter" (one rank of each node). Parts of "inter" are
+        "inter.intra" (one site) and "inter.inter" (one rank of each site).
+    sites: site of each rank, for each level of sites, innermost first; no two levels divide the ranks alike.
+    intra: this rank's node, or site; None if there are no further levels, and in a world of nodes with one rank each.
+    inter: the ranks at this rank's place on all nodes, or in all sites; None if there are no further levels, and on
+        ranks whose place does not exist everywhere (on unequal nodes: that are not leaders). In a world of nodes with
+        one rank each it is there if sites are known, with all ranks.
     """
+
+    intra: TeamShape | None = None
+    inter: TeamShape | None = None
 
     def __init__(
         self,
@@ -122,23 +160,27 @@ class TeamShape:
         rank: int,
         backends: Mapping[str, str],
         level: str = "world",
-        intra: TeamShape | None = None,
-        inter: TeamShape | None = None,
+        sites: Sequence[Sequence[int]] = (),
     ) -> None:
         self.rank = rank
         self.size = len(nodes)
         self.level = level
-        self.wire = WireModel(rank, tuple(nodes))
-        self.intra = intra
-        self.inter = inter
+        self.wire = WireModel(rank, tuple(nodes), tuple(map(tuple, sites)))
         self._backends = dict(backends)
 
     @classmethod
-    def of(cls, nodes: Sequence[int], rank: int = 0, backends: Mapping[str, str] | None = None) -> TeamShape:
+    def of(
+        cls,
+        nodes: Sequence[int],
+        rank: int = 0,
+        backends: Mapping[str, str] | None = None,
+        sites: Sequence[Sequence[int]] = (),
+    ) -> TeamShape:
         """Return the shape of any cluster, with its levels. Raises ConfigurationError for an invalid shape.
 
         nodes: number of ranks on each node.
         backends: None: gloo for CPU tensors.
+        sites: site of each node, for each level of sites, innermost first.
         """
         if not nodes or any(count < 1 for count in nodes) or not 0 <= rank < sum(nodes):
             raise ConfigurationError(
@@ -148,15 +190,31 @@ class TeamShape:
         backends = {"cpu": "gloo"} if backends is None else backends
         node_of = tuple(node for node, count in enumerate(nodes) for _ in range(count))
 
-        def part(level: str, members: tuple[int, ...] | None) -> TeamShape | None:
-            if members is None:
-                return None
-            return cls([node_of[member] for member in members], members.index(rank), backends, level)
+        sites = [[site[node] for node in node_of] for site in sites]
 
-        found = levels_of(node_of, rank)
-        if found is None:
-            return cls(node_of, rank, backends)
-        return cls(node_of, rank, backends, "world", part("intra", found.intra), part("inter", found.inter))
+        def part(level: str, members: Sequence[int]) -> TeamShape:
+            placed = [[site[member] for member in members] for site in sites]
+            return cls([node_of[member] for member in members], members.index(rank), backends, level, placed)
+
+        return with_levels(part, rank, [node_of, *sites])
+
+    @property
+    def parts(self) -> Iterator[TeamShape]:
+        """This team and all teams of its levels."""
+        yield self
+        for part in (self.intra, self.inter):
+            if part is not None:
+                yield from part.parts
+
+    @property
+    def has_levels(self) -> bool:
+        """Whether there are levels below this team."""
+        return self.intra is not None or self.inter is not None
+
+    @cached_property
+    def sites_above(self) -> int:
+        """How many levels of sites there are above the nodes, or the sites, that this team consists of."""
+        return 0 if self.level.endswith("intra") else len(self.wire.sites) - self.level.count("inter")
 
     # Cached: every message needs these three, and computing them takes time proportional to the team.
     @cached_property
@@ -170,9 +228,20 @@ class TeamShape:
         return tuple(Counter(self.wire.nodes).values())
 
     @cached_property
+    def members(self) -> tuple[int, ...]:
+        """Number of ranks in each node of the world, or in each site of a team of sites."""
+        depth = self.level.count("inter")
+        return tuple(Counter((self.wire.nodes, *self.wire.sites)[min(depth, len(self.wire.sites))]).values())
+
+    @cached_property
     def uniform(self) -> bool:
-        """Whether all nodes have equally many of the ranks."""
-        return len(set(self.ranks_per_node)) == 1
+        """Whether all nodes (in a team of sites: all sites) have equally many of the ranks."""
+        return len(set(self.members)) == 1
+
+    @cached_property
+    def leaders(self) -> int:
+        """How many ranks of each node, or site, are in an `inter` level."""
+        return _leaders(self.members, of_sites=self.level != "world")
 
     @property
     def default_device(self) -> torch.device:
@@ -193,34 +262,54 @@ class TeamShape:
 
     def at(self, level: str) -> TeamShape:
         """Return the part of this team at a level. Raises ConfigurationError if there is none."""
-        for team in (self, self.intra, self.inter):
-            if team is not None and team.level == level:
+        for team in self.parts:
+            if team.level == level:
                 return team
         raise ConfigurationError(f"rank {self.rank} of nodes with {self.ranks_per_node} ranks has no level {level!r}")
 
     def seen_from(self, rank: int) -> TeamShape:
         """Return the shape of the same cluster for another of its ranks."""
-        return TeamShape.of(self.ranks_per_node, rank, self._backends)
+        first = {node: place for place, node in reversed(list(enumerate(self.wire.nodes)))}
+        sites = [[site[first[node]] for node in dict.fromkeys(self.wire.nodes)] for site in self.wire.sites]
+        return TeamShape.of(self.ranks_per_node, rank, self._backends, sites)
 
 
-class Levels(NamedTuple):
-    """Levels below a team.
+Shape = TypeVar("Shape", bound=TeamShape)
 
-    intra: ranks of this rank's node.
-    inter: ranks at this rank's place on every node; None if it takes no part in that level.
+
+def with_levels(make: Callable[[str, Sequence[int]], Shape], rank: int, divisions: Sequence[Sequence[int]]) -> Shape:
+    """Return the team of `rank` in a world with this division into nodes, and then into sites, innermost first.
+
+    make: returns the team of a level and its members, ranks of the world. Called from the world inwards, in one order
+        on all ranks.
     """
+    world = team = make("world", range(len(divisions[0])))
+    members: Sequence[int] = range(len(divisions[0]))
+    level = ""
+    for depth, division in enumerate(divisions):
+        units: dict[int, list[int]] = {}
+        for member in members:
+            units.setdefault(division[member], []).append(member)
+        own = units[division[rank]]
+        counts = [len(unit) for unit in units.values()]
+        levels_follow = depth + 1 < len(divisions)
+        if len(units) == 1 or (max(counts) == 1 and not levels_follow):
+            break
+        if max(counts) > 1:
+            team.intra = make(f"{level}intra", own)
+        place = own.index(rank)
+        if place >= _leaders(counts, of_sites=depth > 0):
+            break
+        members = [unit[place] for unit in units.values()]
+        team.inter = across = make(f"{level}inter", members)
+        team, level = across, f"{level}inter."
+    return world
 
-    intra: tuple[int, ...]
-    inter: tuple[int, ...] | None
 
+def _leaders(counts: Sequence[int], *, of_sites: bool) -> int:
+    """Return how many places have a level of their own between nodes, or sites, with so many ranks.
 
-def levels_of(node_of: Sequence[int], rank: int) -> Levels | None:
-    """Return the levels of `rank` in a cluster of these nodes; None if there is only one level."""
-    members = [[other for other, node in enumerate(node_of) if node == mine] for mine in dict.fromkeys(node_of)]
-    if len(members) == 1 or all(len(node) == 1 for node in members):
-        return None
-    own = next(node for node in members if rank in node)
-    place = own.index(rank)
-    # On unequal nodes only the first place exists on every node: only leaders communicate between nodes.
-    has_inter = place == 0 or len({len(node) for node in members}) == 1
-    return Levels(tuple(own), tuple(node[place] for node in members) if has_inter else None)
+    A place needs a rank everywhere. On unequal nodes only the first rank communicates with other nodes, since the
+    ranks of a node share its link; nodes of a site each have their own.
+    """
+    return min(counts) if of_sites or len(set(counts)) == 1 else 1

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An ordered set of ranks with its own process group, split into nodes on two levels."""
+"""An ordered set of ranks with its own process group, split into nodes and sites, level by level."""
 
 from __future__ import annotations
 
 import ctypes
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 from weakref import ref
 
 import torch
@@ -45,8 +45,8 @@ class Team(TeamShape):
     Every primitive is synchronous: on the CPU it returns when it is done, on CUDA it is ordered on the current stream.
     """
 
-    intra: Team | None
-    inter: Team | None
+    intra: Team | None = None
+    inter: Team | None = None
 
     def __init__(
         self,
@@ -55,14 +55,18 @@ class Team(TeamShape):
         group: dist.ProcessGroup | None,
         backends: Mapping[str, str],
         level: str = "world",
-        intra: Team | None = None,
-        inter: Team | None = None,
+        sites: Sequence[Sequence[int]] = (),
     ) -> None:
-        super().__init__(nodes, ranks.index(dist.get_rank()), backends, level, intra, inter)
+        super().__init__(nodes, ranks.index(dist.get_rank()), backends, level, sites)
         self.ranks = ranks
         # torch's registry owns the group. Weak here, so that destroy_process_group() really closes its connections.
         self._group = None if group is None else ref(group)
         self._closed = False
+
+    @property
+    def parts(self) -> Iterator[Team]:
+        """This team and all teams of its levels."""
+        return cast(Iterator[Team], super().parts)
 
     @property
     def default_device(self) -> torch.device:
@@ -220,8 +224,8 @@ def close_together(teams: Iterable[Team]) -> None:
     aborting: list[dist.ProcessGroup] = []
     errors: list[Exception] = []
     for team in teams:
-        levels = [part for part in (team.intra, team.inter, team) if part is not None]
-        for group in [group for part in levels if (group := part._detach_group()) is not None]:
+        detached = [part._detach_group() for part in reversed([*team.parts])]
+        for group in dict.fromkeys(group for group in detached if group is not None):  # a level may share the world's
             if "nccl" in team._backends.values():
                 aborting.append(group)
                 continue

@@ -43,6 +43,7 @@ def attach(
     *,
     process_group: Any = ...,
     ranks_per_node: int | None = ...,
+    site: str | None = ...,
     scaler: Any = ...,
     timeout: float | timedelta | None = ...,
     plan: Plan | str | Path | None = ...,

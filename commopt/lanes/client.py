@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from commopt.errors import CommoptError, ConfigurationError, LaneError, TransportError
-from commopt.groups import Membership, join, read_arguments
+from commopt.groups import Membership, join, read_arguments, require_site
 from commopt.groups.agreement import PATIENCE_S
 from commopt.lanes.failure import publish_uncaught
 from commopt.lanes.lane import Lane, Pending, Task
@@ -52,6 +52,7 @@ class LaneClient:
         timeout: float | timedelta | None,
         problem: Exception | None = None,
         *,
+        site: str | None = None,
         meets: bool = True,
         **facts: str,
     ) -> LaneClient:
@@ -64,9 +65,10 @@ class LaneClient:
         _close_orphans()
         try:
             ranks_per_node, timeout = read_arguments(ranks_per_node, timeout)
+            site = None if site is None else require_site(site, "site")
         except ConfigurationError as error:  # perhaps of this rank alone: the others learn of it in `join`
-            problem, ranks_per_node, timeout = problem or error, None, None
-        membership = join(group, ranks_per_node, timeout, problem)
+            problem, ranks_per_node, timeout, site = problem or error, None, None, None
+        membership = join(group, ranks_per_node, timeout, problem, site)
         publish_uncaught()
         with _lock:
             _clients[membership] = _clients.get(membership, 0) + 1

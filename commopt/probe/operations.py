@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from math import ceil, sqrt
@@ -130,9 +131,31 @@ def groups_of(world: Team) -> list[ConcurrentGroups]:
         found.append(ConcurrentGroups("inter", len(counts), 1, world.inter if world.intra.rank == 0 else None))
         if world.uniform and largest > 1:
             found.append(ConcurrentGroups("inter", len(counts), largest, world.inter))
+    found += _groups_of_sites(world)
     if world.size > 1:
         found.append(ConcurrentGroups("world", world.size, 1, world))
     return found
+
+
+def _groups_of_sites(world: Team) -> Iterator[ConcurrentGroups]:
+    """Iterate over the groups of each level of sites, innermost first: inside the largest site, and between sites."""
+    wire, level, at_once = world.wire, "inter", world.leaders
+    team, first = world.inter, world.intra is None or world.intra.rank == 0
+    below: Sequence[int] = wire.nodes
+    for site in wire.sites:
+        counts = Counter(of for _, of in dict.fromkeys(zip(below, site, strict=True)))
+        largest, mine = max(counts.values()), site[wire.rank]
+        intra = team.intra if team is not None and counts[mine] == largest else None
+        chosen = first and mine == next(each for each in counts if counts[each] == largest)
+        yield ConcurrentGroups(f"{level}.intra", largest, 1, intra if chosen else None)
+        if at_once > 1:
+            yield ConcurrentGroups(f"{level}.intra", largest, at_once, intra)
+        first = first and team is not None and team.intra is not None and team.intra.rank == 0
+        at_once, team = at_once * min(counts.values()), None if team is None else team.inter
+        yield ConcurrentGroups(f"{level}.inter", len(counts), 1, team if first else None)
+        if at_once > 1:
+            yield ConcurrentGroups(f"{level}.inter", len(counts), at_once, team)
+        level, below = f"{level}.inter", site
 
 
 def _zeros(nbytes: int, device: torch.device) -> Tensor:

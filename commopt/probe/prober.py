@@ -37,7 +37,7 @@ from commopt.version import __version__, revision
 _WORK_SHARE = 0.3  # of the time; the links get the rest
 _US = 1e6
 _CALL = "commopt.probe.probe()"
-_TOLD_VARIABLES = ("BENCH_CLUSTER_RATE", "COMMOPT_RANKS_PER_NODE", "OMP_NUM_THREADS")
+_TOLD_VARIABLES = ("BENCH_CLUSTER_RATE", "COMMOPT_RANKS_PER_NODE", "COMMOPT_SITE", "OMP_NUM_THREADS")
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class LinkProber:
     ) -> None:
         self._membership = membership
         self._options = options
-        self._groups = [group for group in groups_of(membership.team) if group.level in options.parts]
+        self._groups = [group for group in groups_of(membership.team) if group.level.partition(".")[0] in options.parts]
         self._work = work_of(compressors) if "work" in options.parts else []
         self._timer = LaneTimer(membership)
         self._left_us = options.budget_s * _US

@@ -172,9 +172,16 @@ def _compared(rate: LineRate, backend: str, largest: str) -> list[str]:
     ]
 
 
+def _by_level(key: LinkKey) -> tuple[int, str, int]:
+    """Return the order of curves: levels of sites follow "inter"."""
+    return _LEVELS.index(key.level.partition(".")[0]), key.level, key.groups
+
+
 def _link_rows(links: Links) -> list[list[str]]:
     rows = [["level", "operation", "ranks", "groups", "alpha us", "GB/s", "node Gb/s", "R^2", "MAPE", "up to"]]
-    for key in sorted(links.curves, key=lambda key: (_LEVELS.index(key.level), key.groups)):
+    for key in sorted(
+        links.curves, key=lambda key: (_LEVELS.index(key.level.partition(".")[0]), key.level, key.groups)
+    ):
         curve, gbps = links.curves[key], node_gbps(key, links)
         names = [key.level, key.primitive, str(key.ranks), str(key.groups)]
         r_squared = f"{curve.r_squared:.3f}" if curve.r_squared > 0 else "none"

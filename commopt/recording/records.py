@@ -14,7 +14,7 @@ _Record = TypeVar("_Record")
 class Span:
     """One collective inside a message.
 
-    level: "world", "intra" or "inter".
+    level: "world", "intra" or "inter"; with sites also "inter.intra", "inter.inter" and so on.
     """
 
     level: str

@@ -43,8 +43,8 @@ def exact(aggregator: Aggregator, team: TeamShape) -> dict[str, Aggregator]:
     """
     found: tuple[Aggregator, ...] = (aggregator,)
     if auto_of(aggregator) is not None:
-        found = (Flat(),) if team.intra is None else (Flat(), Hierarchical())
-    elif aggregator == Hierarchical() and team.intra is not None:
+        found = (Flat(), Hierarchical()) if team.has_levels else (Flat(),)
+    elif aggregator == Hierarchical() and team.has_levels:
         found = (aggregator, Flat())
     return {repr(each): each for each in found}
 
@@ -64,7 +64,7 @@ def allowed_families(aggregator: Aggregator, team: TeamShape) -> tuple[Candidate
     if auto is None:
         return ()
     forms: dict[str, Callable[[Aggregator], Aggregator]] = {"": lambda aggregator: aggregator}
-    if team.intra is not None:
+    if team.has_levels:
         forms["hierarchical "] = Hierarchical
     found = (
         replace(

@@ -152,7 +152,7 @@ class OneDimension(Backwards):
     def usual_bytes(self, instead: Aggregator | None = None) -> WireBytes | None:
         """Return the mean payload of a step, weights and all; None for what would average in the place of this."""
         sent, steps = self.wire_bytes(), max(self.reduced_steps, 1)
-        return None if instead is not None else WireBytes(sent.intra // steps, sent.inter // steps)
+        return None if instead is not None else sent // steps
 
     def extras(self) -> dict[str, Any]:
         """Return this rank's row of the second copies that differences go to: others can be had again."""

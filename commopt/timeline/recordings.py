@@ -204,4 +204,5 @@ def stages_us(message: MessageRecord, last_start_us: float) -> dict[str, float]:
 
 
 def _stage(message: MessageRecord, time_us: float) -> str:
-    return next((span.level for span in message.spans if span.begin_us <= time_us < span.end_us), LOCAL)
+    level = next((span.level for span in message.spans if span.begin_us <= time_us < span.end_us), LOCAL)
+    return level.partition(".")[0]  # levels of sites are between nodes

@@ -73,7 +73,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all numbers, for JSON."""
-        return asdict(self)
+        return asdict(self) | {"sent_per_step": self.sent_per_step.by_level()}
 
     def __str__(self) -> str:
         tables = ([each.title, *aligned(each.headings, each.rows, each.left)] for each in (ranks(self), messages(self)))
@@ -143,9 +143,10 @@ def head(report: Report) -> list[str]:
         )
         lines.append(f"plan: {report.plan}{against}")
     sent, outside = report.sent_per_step, report.outside
+    beyond = f", of that {', '.join(map(mb, sent.beyond))} to other sites" if sent.beyond else ""
     return [
         *lines,
-        f"this rank sends per step: {mb(sent.intra)} inside its node, {mb(sent.inter)} to other nodes; "
+        f"this rank sends per step: {mb(sent.intra)} inside its node, {mb(sent.inter)} to other nodes{beyond}; "
         f"outside the hook: {mb(outside.buffers_bytes_per_step)} of buffers per step, "
         f"{mb(outside.start_up_broadcast_bytes)} at start-up",
     ]
