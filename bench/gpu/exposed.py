@@ -177,9 +177,11 @@ def parse_options() -> argparse.Namespace:
         "--json", type=output_file, metavar="FILE", help="write JSON lines: the environment, strategies"
     )
     parser.add_argument(
-        "--show", type=content_of(markdown), metavar="FILE", help="print a table of such a file instead"
+        "--show", type=content_of(read), metavar="FILE", help="print a table of such a file instead, or of --strategies"
     )
     options = parser.parse_args()
+    if options.show:
+        return options
     options.strategies = options.strategies or list(STRATEGIES if options.parallel == "ddp" else SHARDED)
     try:
         for name in (*options.strategies, *options.without_replay):
@@ -193,7 +195,7 @@ def main() -> None:
     """Measure, write after each strategy, and print the table on rank 0."""
     options = parse_options()
     if options.show:
-        print(options.show)
+        print(markdown(*options.show, options.strategies))
         return
     device = start_process_group()
     is_reporter = dist.get_rank() == 0
@@ -271,10 +273,9 @@ def rows_of(rows: list[Exposed]) -> list[list[str]]:
     return lines
 
 
-def markdown(path: Path) -> str:
-    """Return the table of a file for a document, below its title; raises ValueError."""
-    header, rows = read(path)
-    cells = [[f"`{name}`", *others] for name, *others in rows_of(rows)]
+def markdown(header: dict[str, Any], rows: list[Exposed], strategies: list[str] | None = None) -> str:
+    """Return the table of a file for a document, below its title: of some strategies, or of all."""
+    cells = [[f"`{name}`", *others] for name, *others in rows_of(rows) if not strategies or name in strategies]
     return f"{title(header)}:\n\n{table(HEADINGS, cells)}"
 
 
