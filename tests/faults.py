@@ -62,8 +62,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "the scale is applied again between shards",
         "commopt/aggregate/hierarchical.py",
-        "intra.reduce_scatter(shard, source)",
-        "intra.reduce_scatter(shard, source.mul_(scale))",
+        "intra.reduce_scatter(shard, values if divided.in_place",
+        "intra.reduce_scatter(shard, values.mul_(scale) if divided.in_place",
         RIGHT,
         ("test_contract_aggregators",),
     ),
@@ -200,7 +200,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "one finite region is enough",
         "commopt/aggregate/compressed.py",
-        "finite = torch.stack(flags).all()",
+        "finite = all_true(flags)",
         "finite = torch.stack(flags).any()",
         NON_FINITE,
         ("test_feedback_nonfinite",),

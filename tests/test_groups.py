@@ -101,7 +101,7 @@ def levels_groups(rank: int, world_size: int) -> None:
     team = join(timeout_s=50).team
     assert team.intra is not None
     assert team.inter is not None
-    names = ("world", f"intra{rank // 2}", f"inter{rank % 2}")
+    names = ("world", f"intra{rank // 2 * 2}", f"inter{rank % 2}")
     for level, name in zip((team, team.intra, team.inter), names, strict=True):
         group = level._live_group()
         assert group is not None

@@ -22,7 +22,7 @@ BOUNDS = {
     ("hierarchical_quantized:bits=4", 2): (2, 10, 180),
     ("hierarchical_quantized:bits=2", 2): (2, 9, 180),
     ("hierarchical_onebit", 2): (2, 20, 245),
-    ("hierarchical_dgc", 2): (10, 21, 270),
+    ("hierarchical_dgc", 2): (10, 21, 280),
     ("hierarchical_powersgd", 2): (20, 36, 375),
     ("hierarchical_quantized", 4): (3, 11, 250),
     ("hierarchical_dgc", 4): (20, 38, 450),

@@ -33,6 +33,7 @@ MEASURES: Mapping[str, Sequence[str]] = {
     "compat": ("commopt",),
     "compression_error": ("commopt/compress", "commopt/kernels", "bench/evidence/compression_error.py"),
     "compressors": (*_AVERAGING, "bench/compressors"),
+    "exposed": (*_AVERAGING, "bench/gpu"),
     "convergence": _CONVERGENCE,
     "convergence_large": _CONVERGENCE,
     "convergence_large_rates": _CONVERGENCE,

@@ -195,7 +195,8 @@ def main() -> None:
     """Measure, write after each strategy, and print the table on rank 0."""
     options = parse_options()
     if options.show:
-        print(markdown(*options.show, options.strategies))
+        header, rows = options.show
+        print(markdown(header, rows, options.strategies))
         return
     device = start_process_group()
     is_reporter = dist.get_rank() == 0

@@ -26,6 +26,7 @@ from commopt.compress import Cast, Encoding, ErrorFeedback, Quantize, RngKey
 from commopt.errors import ConfigurationError
 from commopt.feedback import BufferContext, Layout
 from commopt.groups import Team, TeamShape
+from commopt.kernels.finite import all_finite, all_true
 
 _STRONG = 0.5
 """The largest error of an encoding that may be made twice on the way down: a sum's residual would feed on itself."""
@@ -131,7 +132,7 @@ class Rows:
             buffer.copy_(whole.view(-1))
         else:
             self.divided.put_back(whole.view(-1), buffer)
-        return torch.stack([*self._finite(received), buffer.isfinite().all()]).all()
+        return all_true([*self._finite(received), all_finite(buffer)])
 
     def _residual(self, region: Region, shard: Tensor, sites: int, context: BufferContext) -> ErrorFeedback | None:
         """Return this site's share of the residual of an encoding that all sites make, as one of the whole encoding."""

@@ -254,7 +254,8 @@ def _build_team(parent: dist.ProcessGroup, cluster: Cluster, name: str, timeout_
     def create(level: str, members: Sequence[int]) -> Team:
         ranks = tuple(global_ranks[member] for member in members)
         if ranks not in groups:
-            groups[ranks] = _new_group(parent, ranks, f"{name}/{level}{members[0]}", timeout_s)
+            called = level if level == "world" else f"{level}{members[0]}"  # by the first of its ranks
+            groups[ranks] = _new_group(parent, ranks, f"{name}/{called}", timeout_s)
         nodes = tuple(node_of[member] for member in members)
         return Team(
             ranks, nodes, groups[ranks], backends, level, [[site[member] for member in members] for site in sites]
