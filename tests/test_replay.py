@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import commopt
 from commopt import (
@@ -29,7 +30,7 @@ from commopt.attached.options import AttachOptions
 from commopt.feedback import SAMPLE_EVERY_STEPS, ResidualStore, restore, save
 from commopt.feedback.checkpoint import MAX_MAGNITUDE
 from tests.fake_cuda import DEVICE, Gpu
-from tests.test_cuda_streams import BUCKETS, Training, device
+from tests.test_cuda_streams import BUCKETS, NUMEL, Training, device
 
 STEPS = max(3 * SAMPLE_EVERY_STEPS + 3, 20) if SAMPLE_EVERY_STEPS < 10 else 20
 
@@ -156,6 +157,17 @@ def test_a_replayed_bucket_launches_nothing_beside_its_graphs_and_collectives() 
             training.step(number)
             assert gpu.replays - before == 3 * len(BUCKETS), "before, between and behind two collectives"
             assert team.used - used == 2 * len(BUCKETS)
+
+
+def test_buckets_that_are_gone_are_not_kept() -> None:
+    with device():
+        training = Training(Flat())
+        for number in range(6):
+            training.step(number)
+        gone = [StorageWeakRef(each.untyped_storage()) for each in training.buckets]
+        training.buckets = [torch.zeros(NUMEL, device=DEVICE) for _ in BUCKETS]
+        training.step(6)
+        assert all(each.expired() for each in gone)
 
 
 def test_what_no_graph_can_hold_is_launched_kernel_by_kernel(caplog: pytest.LogCaptureFixture) -> None:

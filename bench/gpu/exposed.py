@@ -90,9 +90,11 @@ def measure(strategy: str, options: argparse.Namespace, device: torch.device) ->
     """Train a fresh model and time its steps. Collective."""
     on_gpu = device.type == "cuda"
     gc.collect()  # of the strategy before
+    left_over = 0  # of that strategy all the same
     if on_gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+        left_over = torch.cuda.memory_allocated()
     parallel = "node" if strategy == "noop" and options.parallel != "ddp" else options.parallel
     training, state = enter(SyntheticGPT(SIZES[options.model], parallel, device), strategy, "ddp")
     for _ in range(options.warm_up if is_ours(strategy) else _LEAST_STEPS):
@@ -107,7 +109,7 @@ def measure(strategy: str, options: argparse.Namespace, device: torch.device) ->
         loss = training.step()
         _finish(device)
         step_s.append(time.perf_counter() - begun_s)
-    peak = torch.cuda.max_memory_allocated() if on_gpu else None
+    peak = torch.cuda.max_memory_allocated() - left_over if on_gpu else None
     replayed = 0
     if state is not None:
         replayed = int(state.stats().get("replayed", 0))

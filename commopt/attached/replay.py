@@ -20,7 +20,7 @@ from torch import Tensor
 
 from commopt.attached.reduction import Reduction
 from commopt.errors import ConfigurationError
-from commopt.feedback import SAMPLE_EVERY_STEPS, ResidualStore, Staged
+from commopt.feedback import SAMPLE_EVERY_STEPS, Layout, ResidualStore, Staged
 from commopt.groups import WireBytes
 from commopt.groups.segments import Segments
 
@@ -63,8 +63,10 @@ class _Program:
 
 @dataclass(eq=False)
 class _Seen:
-    """One bucket: how often it went the plain way, its program, and whether it shall have none."""
+    """One bucket: where it is, how often it went the plain way, its program, and whether it shall have none."""
 
+    layout: Layout
+    place: int | None
     times: int = 0
     captures: int = 0
     program: _Program | None = None
@@ -99,7 +101,8 @@ class Replays:
         key = self._key(task)
         bucket = self._buckets.get(key)
         if bucket is None:
-            bucket = self._buckets[key] = _Seen(alive=[task.aggregator, task.team])
+            self._forget_others(task)
+            bucket = self._buckets[key] = _Seen(task.layout, self._place(task), alive=[task.aggregator, task.team])
         if bucket.never or not self._is_settled(task):
             return False
         program = bucket.program
@@ -118,14 +121,25 @@ class Replays:
     def _key(self, task: Reduction) -> Hashable:
         step, buffer, source = task.step, task.buffer, task.source
         number, scaler = step.number, step.scaler
-        place = None if self.moves else buffer.data_ptr()
         scale = None if scaler is None else getattr(scaler, "_scale", None)
         return (
             (task.layout, task.number, task.last, task.scale, task.unit, task.spans),
-            (place, buffer.numel(), buffer.dtype, None if source is None else source.numel()),
+            (self._place(task), buffer.numel(), buffer.dtype, None if source is None else source.numel()),
             (id(task.aggregator), id(task.team), task.aggregator.phase(number), number % SAMPLE_EVERY_STEPS == 0),
             (None if scale is None else scale.data_ptr(), self.store.transaction.per_step),
         )
+
+    def _place(self, task: Reduction) -> int | None:
+        return None if self.moves else task.buffer.data_ptr()
+
+    def _forget_others(self, task: Reduction) -> None:
+        """Forget the buckets that this one comes in place of, whose memory their graphs would keep."""
+        now = task.layout, self._place(task)
+        self._buckets = {
+            key: each
+            for key, each in self._buckets.items()
+            if (each.layout, each.place) == now or not each.layout.shares_names(task.layout)
+        }
 
     def _is_settled(self, task: Reduction) -> bool:
         """Return whether all residuals of the bucket are where the last steps had them."""
