@@ -18,9 +18,9 @@ from tests.test_cuda_streams import Echo
 BOUNDS = {
     ("flat", 2): (0, 2, 55),
     ("hierarchical_bf16", 2): (0, 5, 130),
-    ("hierarchical_quantized", 2): (2, 10, 180),
-    ("hierarchical_quantized:bits=4", 2): (2, 10, 180),
-    ("hierarchical_quantized:bits=2", 2): (2, 9, 180),
+    ("hierarchical_quantized", 2): (2, 10, 190),
+    ("hierarchical_quantized:bits=4", 2): (2, 10, 190),
+    ("hierarchical_quantized:bits=2", 2): (2, 9, 190),
     ("hierarchical_onebit", 2): (2, 20, 245),
     ("hierarchical_dgc", 2): (10, 21, 280),
     ("hierarchical_powersgd", 2): (20, 36, 375),

@@ -112,15 +112,16 @@ class Hierarchical(Aggregator):
             self._compress_first(buffer, team, scale, context)
             return
         levels = Levels(intra, inter, self._across(team), intra.size / team.size)
+        seen = buffer[:0]
+        finite: Tensor | None = None
         if self.intra is not None:
             finite = through_rows(self.intra, self._scaled(buffer, scale), buffer, levels, team.leaders, context)
+        elif form == "reduce_scatter":
+            seen = self._through_shards(buffer, levels, scale, context)
         else:
-            if form == "reduce_scatter":
-                seen = self._through_shards(buffer, levels, scale, context)
-            else:
-                seen = self._through_leaders(buffer, levels, team.leaders if form == "leaders" else 1, scale, context)
-            finite = all_finite(seen)
+            seen = self._through_leaders(buffer, levels, team.leaders if form == "leaders" else 1, scale, context)
         if self.residual_paths:  # all ranks commit, or none does
+            finite = all_finite(seen) if finite is None else finite
             context.report(finite)
             if context.path:  # the level that this one is part of looks at first elements only
                 mark_non_finite(buffer, finite)
