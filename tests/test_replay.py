@@ -170,6 +170,23 @@ def test_buckets_that_are_gone_are_not_kept() -> None:
         assert all(each.expired() for each in gone)
 
 
+def test_graphs_that_would_outlive_their_memory_are_not_used() -> None:
+    with device():
+        training = Training(Compressed(Quantize(4)))
+        registration = training.registration
+        number = 0
+        while not registration.replayed:
+            training.step(number)
+            number += 1
+        before = registration.replayed
+        registration.store.scratch.clear()  # what is taken now comes in several blocks, which end with the bucket
+        training.step(number)
+        assert registration.replayed < before + len(BUCKETS)
+        for later in range(number + 1, number + 4):
+            training.step(later)
+        assert registration.replayed >= before + 2 * len(BUCKETS)
+
+
 def test_what_no_graph_can_hold_is_launched_kernel_by_kernel(caplog: pytest.LogCaptureFixture) -> None:
     aggregator = Compressed(DGC(0.05))  # in plain torch, where the host asks how much was selected
     plain, figures, _ = trained(aggregator, replays=False, steps=8)

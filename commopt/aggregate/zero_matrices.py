@@ -18,6 +18,9 @@ from commopt.aggregate.matrices import MatrixPlan
 from commopt.aggregate.sums import Sums
 from commopt.feedback import BufferContext
 
+LOOK_EVERY_STEPS = 8
+"""On a GPU ranks look only so often for newly touched elements, since the host waits for the answer."""
+
 _MOST_PATIENCE = 64  # steps from one exchange of the touched elements to the next
 
 
@@ -108,7 +111,7 @@ class MaskedMatrices:
         self._matrices = None
         if context.step < mask.next_step:
             return
-        if touched.is_cuda and (context.step % 8 or torch.cuda.is_current_stream_capturing()):
+        if touched.is_cuda and (context.step % LOOK_EVERY_STEPS or torch.cuda.is_current_stream_capturing()):
             return  # the host waits for the answer
         if float(touched):
             still = _masked_elements(self._plan, matrices, sums, context)[self._indices]

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from commopt.aggregate.zero_matrices import LOOK_EVERY_STEPS
 from commopt.attached.reduction import Reduction
 from commopt.errors import ConfigurationError
 from commopt.feedback import SAMPLE_EVERY_STEPS, Layout, ResidualStore, Staged
@@ -28,7 +29,6 @@ VARIABLE = "COMMOPT_REPLAY"
 
 _PLAIN_TIMES = 2
 _MOST_CAPTURES = 64  # of one bucket: what changes so often is not worth it
-_LOOK_EVERY_STEPS = 8  # that masks of untouched elements may shrink, for which the host waits
 
 _log = logging.getLogger("commopt")
 
@@ -110,7 +110,7 @@ class Replays:
             bucket.program = program = self._captured(task, bucket)
             if program is None:
                 return False
-        elif program.masks and task.step.number % _LOOK_EVERY_STEPS == 0:
+        elif program.masks and task.step.number % LOOK_EVERY_STEPS == 0:
             return False  # on all ranks alike: they may exchange which elements are untouched
         else:
             self._repeat_on_host(program, task)
@@ -169,7 +169,7 @@ class Replays:
             return None
         masks = [mask for (_, layout), mask in store.untouched.items() if layout.shares_names(task.layout)]
         masks = [mask for mask in masks if not mask.empty]
-        if masks and task.step.number % _LOOK_EVERY_STEPS == 0:
+        if masks and task.step.number % LOOK_EVERY_STEPS == 0:
             return None
         bucket.times += 1
         if bucket.times <= _PLAIN_TIMES:
@@ -178,6 +178,7 @@ class Replays:
         bucket.never = bucket.captures > _MOST_CAPTURES
         begins, steps, beside, sums = transaction.snapshot(), transaction.steps, store.beside, self._sums(task)
         segments, there = Segments(), self._at_one_place(task)
+        memory = store.scratch.version
         try:
             with segments.captured():
                 there.average()
@@ -197,6 +198,9 @@ class Replays:
             self._undo(begins, steps, beside)
             for each, name, value in sums:
                 setattr(each, name, value)
+            return None
+        if store.scratch.version is not memory:  # freed with the bucket's end, so these graphs work with what is gone
+            self._undo(begins, steps, beside)
             return None
         sent = None if store.beside == beside else store.beside - beside
         places = self._places(task)
