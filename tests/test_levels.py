@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from unittest.mock import patch
@@ -128,6 +129,31 @@ def test_a_value_that_is_no_number_reaches_every_rank(network: str) -> None:
 )
 def test_no_level_loses_a_residual(network: str, strategy: str, dtype: str) -> None:
     check(run_in(network, keep_books, strategy, dtype, MIDDLE))
+
+
+def poisoned(rank: int, world_size: int) -> tuple[list[bool], float, int]:
+    """Let the last rank's gradient be no number in the third of four steps; return which averages were numbers."""
+    ddp = DistributedDataParallel(nn.Linear(64, 32, bias=False))
+    state = commopt.attach(ddp, Hierarchical(Compressed(Quantize(4))))
+    finite = []
+    for number in range(4):
+        values = torch.linspace(0.1, 1.0, 64).unsqueeze(0) * (rank + 1)
+        if number == 2 and rank == world_size - 1:
+            values[0, 5] = float("nan")
+        ddp.zero_grad()
+        ddp(values).sum().backward()
+        gradient = ddp.module.weight.grad
+        finite.append(bool(gradient.isfinite().all()))
+    found = state.stats()
+    return finite, found["residual_norm"], found["dropped_commits"]
+
+
+@pytest.mark.parametrize("network", ["2 x 2 x 2", "3 + 2"])
+def test_what_is_no_number_changes_no_residual_on_any_level(network: str) -> None:
+    for finite, residual_norm, dropped in run_in(network, poisoned):
+        assert finite == [True, True, False, True]
+        assert isfinite(residual_norm)
+        assert dropped == 1
 
 
 def test_a_loss_scale_that_grows_loses_nothing_either() -> None:
