@@ -274,7 +274,8 @@ def test_a_step_is_made_of_launches_and_kernels() -> None:
     names |= {"cuda_driver": ["cuLaunchKernelEx", "cuStreamWaitEvent"], "cpu_op": ["aten::LaunchKernel"]}
     names |= {"kernel": ["a", "b"], "gpu_memset": ["c"]}
     events = [{"ph": "X", "cat": kind, "name": name, "dur": 500.0} for kind, of in names.items() for name in of]
-    assert counted([*events, {"ph": "i", "cat": "kernel", "name": "mark"}]) == Profile(4, 1, 3, 1.5)
+    longest = [(name, 1, 0.5) for name in "abc"]
+    assert counted([*events, {"ph": "i", "cat": "kernel", "name": "mark"}]) == Profile(4, 1, 3, 1.5, longest)
 
 
 # ----------------------------------------------------------------------------------------- measuring

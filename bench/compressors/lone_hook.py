@@ -26,16 +26,15 @@ class AbsentRanks(Team):
     @classmethod
     def of_nodes(cls, ranks_per_node: Sequence[int], backends: dict[str, str]) -> AbsentRanks:
         """Return the team of a cluster, with its levels; the default process group has to be a world of one."""
-        shape = TeamShape.of(ranks_per_node, 0, backends)
 
-        def part(level: TeamShape | None) -> AbsentRanks | None:
-            return None if level is None else made(level)
+        def made(shape: TeamShape) -> AbsentRanks:
+            nodes = tuple(shape.wire.nodes)
+            team = cls(tuple(range(shape.size)), nodes, dist.group.WORLD, backends, shape.level, shape.wire.sites)
+            team.intra = None if shape.intra is None else made(shape.intra)
+            team.inter = None if shape.inter is None else made(shape.inter)
+            return team
 
-        def made(level: TeamShape) -> AbsentRanks:
-            parts = {"intra": part(level.intra), "inter": part(level.inter)}
-            return cls(tuple(range(level.size)), level.wire.nodes, dist.group.WORLD, backends, level.level, **parts)  # type: ignore[arg-type]  # nodes are a tuple
-
-        return made(shape)
+        return made(TeamShape.of(ranks_per_node, 0, backends))
 
     def all_reduce(self, tensor: Tensor, *, scale: float = 1.0) -> None:
         """Scale `tensor`."""
