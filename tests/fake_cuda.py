@@ -14,7 +14,8 @@ the last write of the same bytes, a write after reads too. Memory that the host 
 stream it was made on: a fault, if another stream may still use it that was not recorded (Tensor.record_stream).
 
 A CUDA graph keeps the operations that were launched while its stream was captured. What they wrote then is taken back,
-and each replay computes all of it again, in the same memory.
+and each replay computes all of it again, in the same memory. After a capture that fails its pool goes on being recorded,
+and no other graph can be captured into it.
 
 Not modelled: the caching allocator's sizes (whatever is free is used again by the next allocation), events that end by
 themselves (`query` is true once the host has waited), several devices, threads, the memory of graphs.
@@ -28,7 +29,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from types import TracebackType
+from itertools import count
+from types import SimpleNamespace, TracebackType
 from typing import Any, ClassVar
 from unittest.mock import patch
 
@@ -45,6 +47,8 @@ _FACTORIES = ("arange", "empty", "eye", "full", "ones", "rand", "randint", "rand
 _OF_SHAPE = ("new_empty", "new_zeros", "new_ones", "new_full", "empty_like", "zeros_like", "ones_like", "full_like")
 _WAITS = ("_local_scalar_dense", "is_nonzero", "equal")
 _VERSIONED_TO = Tensor.to
+
+_pools = count(1)
 
 
 def join(clock: Clock, other: Clock) -> None:
@@ -194,6 +198,7 @@ class Graph:
 
     def __init__(self) -> None:
         self._operations: list[Callable[[], None]] = []
+        self.failed = False
         self.before: list[tuple[Tensor, Tensor]] = []  # memory that was written during the capture, as it was before
 
     @property
@@ -204,14 +209,23 @@ class Graph:
         gpu = Gpu.now()
         assert gpu.capturing is None
         assert gpu.stream is not gpu.main, "the default stream cannot be captured"
-        gpu.capturing = self
+        if pool in gpu.recorded_pools:
+            raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+        gpu.recorded_pools.add(pool)
+        gpu.capturing, self._pool = self, pool
 
     def capture_end(self) -> None:
-        Gpu.now().capturing = None
+        gpu = Gpu.now()
+        if gpu.capturing is not self:
+            raise RuntimeError("capture_end() without a capture")
+        gpu.capturing = None
         with torch._C._DisableTorchDispatch():
             while self.before:
                 tensor, values = self.before.pop()
                 tensor.copy_(values)
+        if self.failed:  # torch goes on recording the pool
+            raise RuntimeError("operation failed due to a previous error during capture")
+        gpu.recorded_pools.remove(self._pool)
         if not self._operations:
             warnings.warn("The CUDA Graph is empty. This usually means ...", stacklevel=1)
 
@@ -280,6 +294,7 @@ class Gpu:
         self.host: Clock = {}
         self.streams: list[Stream] = []
         self.capturing: Graph | None = None
+        self.recorded_pools: set[Any] = set()
         self.replays = 0  # of graphs
         self.operations = 0  # launched by torch, by themselves or in a graph
         self.asked = 0  # how often torch asked the driver for the number of devices
@@ -300,7 +315,8 @@ class Gpu:
             "current_stream": self._current,
             "default_stream": lambda *device: self.main,
             "is_current_stream_capturing": lambda: self.capturing is not None,
-            **{"CUDAGraph": Graph, "graph_pool_handle": lambda: (0, 0)},
+            **{"CUDAGraph": Graph, "graph_pool_handle": lambda: (0, next(_pools))},
+            "default_generators": [SimpleNamespace(clone_state=lambda: None, graphsafe_set_state=lambda state: None)],
             **{"is_initialized": lambda: True, "is_available": lambda: self._count_devices() > 0},
             **{"current_device": lambda: 0, "device_count": self._count_devices},
         }
@@ -311,6 +327,7 @@ class Gpu:
             "_cuda_getCurrentRawStream": lambda index: self.stream.cuda_stream,
             "_cuda_getCurrentStream": lambda index: (self.stream.stream_id, 0, 1),
             "_cuda_setStream": self._set,
+            "_cuda_endAllocateToPool": lambda device, pool: None,  # that of pinned memory goes on
         }
         for name, value in below.items():  # a torch without CUDA has none of them
             self._patches.enter_context(patch.object(torch._C, name, value, create=True))
@@ -373,6 +390,7 @@ class Gpu:
         is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
         graph = None if is_view else self.capturing
         if graph is not None and name in _WAITS:
+            graph.failed = True
             raise RuntimeError(f"operation not permitted when stream is capturing: {func}")
         with torch._C._DisableTorchDispatch():
             if graph is not None:  # what it writes is taken back when the capture ends

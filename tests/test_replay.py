@@ -197,6 +197,15 @@ def test_what_no_graph_can_hold_is_launched_kernel_by_kernel(caplog: pytest.LogC
     assert len(said) == 1, "not for every bucket"
 
 
+def test_a_capture_that_fails_leaves_later_ones_possible() -> None:
+    with device():
+        for aggregator, replayed in ((Compressed(DGC(0.05)), 0), (Compressed(Quantize(4)), 4 * len(BUCKETS))):
+            training = Training(aggregator)
+            for number in range(10):
+                training.step(number)
+            assert training.registration.replayed >= replayed
+
+
 @pytest.mark.parametrize(
     "aggregator", [Compressed(Quantize(8, rounding="stochastic")), Compressed(OneBit(start_step=90))]
 )

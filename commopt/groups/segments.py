@@ -20,6 +20,7 @@ import torch
 
 _own = threading.local()  # `capturing`: the Segments that this thread captures
 _EMPTY = "The CUDA Graph is empty"
+_failed: list[torch.cuda.CUDAGraph] = []
 
 
 def capturing() -> Segments | None:
@@ -93,7 +94,9 @@ def _begun(pool: Any) -> torch.cuda.CUDAGraph:
 def _abandon(graph: torch.cuda.CUDAGraph) -> None:
     """End a capture that has failed: a stream, an allocator and a generator that go on capturing can do nothing else.
 
-    The driver ends it with an error, and torch then leaves its allocator and its generator as they are.
+    The driver ends it with an error, and torch then leaves its allocators and its generator as they are. That of pinned
+    memory cannot be told: it goes on for this pool, and asks the graph of each later capture. So the graph is kept, and
+    later ones get another pool.
     """
     try:
         graph.capture_end()
@@ -103,6 +106,9 @@ def _abandon(graph: torch.cuda.CUDAGraph) -> None:
             torch._C._cuda_endAllocateToPool(device, _handle(device))
         generator = torch.cuda.default_generators[device]
         generator.graphsafe_set_state(generator.clone_state())
+        _failed.append(graph)
+        _handle.cache_clear()
+        _keeper.cache_clear()
 
 
 def _ended(graph: torch.cuda.CUDAGraph) -> bool:
@@ -118,7 +124,7 @@ def _ended(graph: torch.cuda.CUDAGraph) -> bool:
 
 @cache
 def _handle(device: int) -> Any:
-    """Return the pool of memory of all segments of a device."""
+    """Return the pool of memory of all segments of a device, since one could not be captured."""
     return torch.cuda.graph_pool_handle()
 
 
