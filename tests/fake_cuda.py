@@ -14,7 +14,7 @@ the last write of the same bytes, a write after reads too. Memory that the host 
 stream it was made on: a fault, if another stream may still use it that was not recorded (Tensor.record_stream).
 
 A CUDA graph keeps the operations that were launched while its stream was captured. What they wrote then is taken back,
-and each replay computes all of it again, in the same memory. After a capture that fails its pool goes on being recorded,
+and each replay computes all of it again, in the same memory. After a capture that fails its pool stays recorded,
 and no other graph can be captured into it.
 
 Not modelled: the caching allocator's sizes (whatever is free is used again by the next allocation), events that end by
