@@ -40,6 +40,8 @@ _ONE_CONNECTION = {
     "NCCL_P2P_DISABLE": "1",
     "NCCL_SHM_DISABLE": "1",
 }
+# Clients of MPS share one pool of queues (NVIDIA's guide to MPS), and streams of one queue wait for each other.
+_QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 
 
 def pacing_library(folder: Path) -> Path:
@@ -116,7 +118,7 @@ def main() -> int:
             no_daemon: AbstractContextManager[dict[str, str]] = nullcontext({})
             with mps(folder) if options.device == "cuda" else no_daemon as shared:
                 paced = {"LD_PRELOAD": str(pacing_library(folder)), RATE_VARIABLE: str(options.bytes_per_s)}
-                environment = {**os.environ, **variables, **_ONE_CONNECTION, **shared, **paced}
+                environment = {**os.environ, **variables, **_ONE_CONNECTION, **_QUEUES, **shared, **paced}
                 if options.device == "cpu":
                     environment |= {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
                 return run([sys.executable, "-m", *launcher, "-m", "bench.gpu.rank", *options.module], environment)

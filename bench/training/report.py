@@ -7,8 +7,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
-from math import inf, isfinite
+from dataclasses import asdict, dataclass, replace
+from math import ceil, inf, isfinite
 from pathlib import Path
 from textwrap import fill
 
@@ -218,7 +218,7 @@ def _all_figures(environment: Environment, outcomes: Sequence[Outcome]) -> tuple
             _number(each.inter_payload_mib_per_step, 2),
             _number(each.inter_predicted_mib_per_step, 2),
             f"{each.held_out_loss:.2f}",
-            *([] if target_loss is None else [_number(each.seconds_to(target_loss), 0)]),
+            *([] if target_loss is None else [_number(each.seconds_to(target_loss), 1)]),
         ]
         for each in outcomes
     ]
@@ -232,8 +232,16 @@ def main() -> None:
     parser.add_argument("--strategies", default="", help="only these, separated by commas")
     parser.add_argument("--columns", default="", help="only these beside the strategy, separated by commas")
     parser.add_argument("--text", action="store_true", help="as a training prints it, the verdict last")
+    until = "seconds to the held-out loss of this strategy's end, rounded up to two digits"
+    parser.add_argument("--loss-of", metavar="STRATEGY", help=until)
     options = parser.parse_args()
-    headings, rows = (_figures if options.text else _all_figures)(*options.file)
+    environment, outcomes = options.file
+    if options.loss_of is not None:
+        ends = {each.strategy: each.held_out_loss for each in outcomes}
+        if options.loss_of not in ends:
+            parser.error(f"there is no strategy {options.loss_of}; there are {', '.join(ends)}")
+        environment = replace(environment, target_loss=ceil(100 * ends[options.loss_of]) / 100)
+    headings, rows = (_figures if options.text else _all_figures)(environment, outcomes)
     chosen, columns = ([name for name in each.split(",") if name] for each in (options.strategies, options.columns))
     if unknown := set(columns) - set(headings):
         parser.error(f"there is no column {', '.join(sorted(unknown))}; there are {', '.join(headings)}")
@@ -244,7 +252,7 @@ def main() -> None:
         print(table(headings, rows))
         return
     print("```text")
-    print_rows("", headings, rows, headline(*options.file))
+    print_rows("", headings, rows, headline(environment, outcomes))
     print("```")
 
 
