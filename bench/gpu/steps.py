@@ -57,6 +57,7 @@ _TIMES_TO_A_LOSS = ("--seconds", "7", "--look-every", "1", "--noop-steps", "10",
 _LAUNCHER, _TWO_NODES = local_ranks(2, 2)
 _TEST_TIMEOUT_S = 170  # longer than any job of ranks, which then shows where each rank hangs
 _TEST_PROCESSES = 6
+_NEEDS_A_GPU = ("mark.gpu", "ON_GPU")
 
 
 def steps(build: bool) -> list[Step]:
@@ -193,7 +194,8 @@ def _tests(
 def _other_tests() -> list[str]:
     """Return every other file with tests that need a GPU, none forgotten."""
     files = sorted((ROOT / "tests").glob("test_*.py"))
-    marked = [f"tests/{each.name}" for each in files if "test_gpu_" in each.name or "mark.gpu" in each.read_text()]
+    texts = {f"tests/{each.name}": each.read_text() for each in files}
+    marked = [name for name, text in texts.items() if any(word in text for word in _NEEDS_A_GPU)]
     return [name for name in marked if name not in (*KERNEL_TESTS, *RANKS_TESTS)]
 
 
