@@ -7,7 +7,8 @@ The rule, so that nobody has to keep a list:
 - Every function gets the same time, `MOST_S`. One that takes longer runs as many of its cases as fit, those first that
   try a value of a parameter which no case before them tried. If not even one case fits, it does not run.
 - A test that is new or not in the file runs. The tests in `PROMISES` (tests/promises.py) run in any case.
-- Tests of benchmark programs, and tests that compare times (marked `alone`), run in `make test-all` only.
+- Tests of benchmark programs get `OF_BENCHMARKS_S` instead. Tests that compare times (marked `alone`) run in
+  `make test-all` only.
 - A test that `make test` leaves out is marked `slow`; a test may carry the marker by itself.
 - Of the slow tests the gate runs those in `GATE` (tests/promises.py), which are marked `gate`.
 """
@@ -29,6 +30,7 @@ MEASURED = ROOT / "build" / "durations.json"
 CHOSEN = pytest.StashKey[set[str]]()  # of the tests collected, those that `make test` runs, without `tests/`
 IN_GATE = pytest.StashKey[set[str]]()  # those that the gate adds
 MOST_S = 3.0  # of a function: lower it when `make test` takes too long
+OF_BENCHMARKS_S = 0.5
 OF_BENCHMARKS = ("test_bench_", "test_convergence_", "test_training_bench")
 _WORTH_NOTING_S = 0.2  # a function that takes less is not in the file
 
@@ -77,8 +79,9 @@ def left_out(
     out: set[str] = set()
     for name, own in cases.items():
         needed = _needed(name, own, promised)
-        fits = durations[name].cases_in(most_s) if name in durations else len(own)
-        if name.startswith(OF_BENCHMARKS) or own[0].get_closest_marker("alone"):
+        given_s = OF_BENCHMARKS_S if name.startswith(OF_BENCHMARKS) else most_s
+        fits = durations[name].cases_in(given_s) if name in durations else len(own)
+        if own[0].get_closest_marker("alone"):
             fits = 0
         if (keep := max(fits, len(needed))) < len(own):
             order = [*needed, *(item for item in _telling_first(own) if item not in needed)]

@@ -45,7 +45,8 @@ from commopt.kernels.sparse import SparseRow
 CPU = torch.device("cpu")
 NUMEL = 10_007
 
-# Of `finite` there is no kernel, two are what `orthogonalize` calls, and `refresh` is two others on a GPU.
+# Of `finite` there is no kernel, two are what `orthogonalize` calls, `refresh` is two others on a GPU, and
+# `kernels_for` chooses.
 WRAPPERS = {
     getattr(module, name.name)
     for module in (lowrank, quantize, sparse)
@@ -71,7 +72,8 @@ def every_case() -> Iterator[Case]:
 
 
 def test_every_kernel_is_measured() -> None:
-    left_out = {quantize.finite, sparse.finite, lowrank.orthogonalize_each, lowrank.orthogonalize_rows, lowrank.refresh}
+    left_out = {quantize.finite, sparse.finite, lowrank.orthogonalize_each, lowrank.orthogonalize_rows}
+    left_out |= {lowrank.refresh, lowrank.kernels_for}
     assert {case.kernel for case in every_case()} == WRAPPERS - left_out
 
 

@@ -51,10 +51,16 @@ def test_every_function_gets_the_same_time() -> None:
     assert names == ["test_a.py::test_x"] * 6 + ["test_a.py::test_new"] * 9
 
 
-def test_benchmarks_and_comparisons_of_times_wait_for_the_whole_suite() -> None:
+def test_benchmarks_get_less_time_and_comparisons_of_times_none() -> None:
     tests = items("test_bench_x.py::test_x", 3) + items("test_a.py::test_alone", 3) + items("test_a.py::test_y", 3)
-    assert kept(tests, {}, set(), 9.0) == [f"test_a.py::test_y[{case}]" for case in range(3)]
-    assert kept(tests, {}, {"test_bench_x.py::test_x[1]"}, 9.0)[0] == "test_bench_x.py::test_x[1]"
+    durations = {
+        f"{file}::test_{name}": Duration(0, 0.2) for file, name in (("test_bench_x.py", "x"), ("test_a.py", "y"))
+    }
+    names = [name.partition("[")[0] for name in kept(tests, durations, set(), 9.0)]
+    assert names == ["test_bench_x.py::test_x"] * 2 + ["test_a.py::test_y"] * 3
+    slow = {"test_bench_x.py::test_x": Duration(0, 4.0)}
+    assert kept(tests[:3], slow, set(), 9.0) == []
+    assert kept(tests[:3], slow, {"test_bench_x.py::test_x[1]"}, 9.0) == ["test_bench_x.py::test_x[1]"]
 
 
 def test_promises_run_whatever_they_take() -> None:
