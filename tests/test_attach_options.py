@@ -29,11 +29,13 @@ GIVEN: dict[str, Any] = {
     "record": True,
     "tuned": "tuned.json",
     "weights": "weights",
+    "check_every": 10,
+    "on_divergence": "raise",
 }
 REFUSED: dict[ModelKind, set[str]] = {
     "ddp": {"weights"},
     "replicated": {"process_group", "ranks_per_node", "plan", "links", "tuned", "weights"},
-    "sharded": {"process_group", "plan", "links", "tuned"},
+    "sharded": {"process_group", "plan", "links", "tuned", "check_every", "on_divergence"},
 }
 FILES = ("links", "tuned")
 
