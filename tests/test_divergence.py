@@ -372,14 +372,15 @@ def test_between_nodes_of_one_rank_local_sgd_has_nothing_to_compare() -> None:
 # ------------------------------------------------------------------------------------- FSDP2
 
 
-def hsdp(rank: int, world_size: int, action: str, fault: str) -> tuple[int, str, list[int]]:
+def hsdp(rank: int, world_size: int, action: Any, fault: str) -> tuple[int, str, list[int]]:
     net = Made(seed=rank // 2 if fault == "seeds" else 0)()
     commopt.attach(net, "hierarchical_quantized", check_every=EVERY, on_divergence=action)
     optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
     with warned() as messages:
         for step in range(11):
             if fault == "bit" and step == FAULT_AT and rank == 3:
-                net.layers[0][0].weight.to_local().data.view(torch.int32)[2, 3] ^= 1  # type: ignore[index,union-attr,operator]
+                weight: Any = net.get_parameter("layers.0.0.weight")
+                weight.to_local().data.view(torch.int32)[2, 3] ^= 1
             optimizer.zero_grad()
             try:
                 net(batch(step)).square().mean().backward()
