@@ -104,7 +104,7 @@ class Split:
 
 
 @dataclass(eq=False)
-class _Comparison:
+class _ReplicaTable:
     """One comparison. steps: complete before it. table: the words of all ranks, [rank, word]; host: its copy here."""
 
     steps: int
@@ -145,7 +145,7 @@ class DivergenceCheck:
     checks: int = 0
     equal_after: int | None = None  # steps, of the last check that found replicas equal
     residual_norms: list[float] = field(default_factory=list)
-    _check: _Comparison | None = field(default=None, init=False)  # not looked at yet
+    _check: _ReplicaTable | None = field(default=None, init=False)  # not looked at yet
     _told: dict[str, list[Split]] = field(default_factory=dict, init=False)
     _repairs: list[Split] = field(default_factory=list, init=False)
 
@@ -208,7 +208,7 @@ class DivergenceCheck:
         team = self.everyone.team
         held = [(replicas.parameters(), replicas.buffers()) for replicas in self.replicas]
         width = self._width
-        check = _Comparison(steps, torch.zeros(team.size, width, dtype=torch.int64, device=device))
+        check = _ReplicaTable(steps, torch.zeros(team.size, width, dtype=torch.int64, device=device))
 
         def run() -> None:
             mine = check.table.new_zeros(width)
