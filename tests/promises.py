@@ -66,6 +66,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         kind: (
             "test_divergence.py::test_ordinary_training_raises_no_alarm",
             "test_divergence.py::test_every_flipped_bit_changes_the_checksum",
+            "test_divergence.py::test_an_order_has_its_checksum",
         )
         for kind in KINDS
     },

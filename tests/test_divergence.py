@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from statistics import median
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from commopt import ConfigurationError, HookState, MismatchError
 from commopt.attached import checksum as checksums
 from commopt.attached.checksum import checksum
 from commopt.attached.divergence import Split
+from commopt.attached.options import AttachOptions
 from commopt.hooks.presets import LOCAL_PRESETS, build_preset
 from tests.feedback_training import Records
 from tests.ranks import run
@@ -491,6 +494,24 @@ def resuming(rank: int, world_size: int) -> str:
 
 def test_what_was_found_before_a_checkpoint_is_loaded_bounds_nothing() -> None:
     assert all("no check before found them equal" in text for text in run(resuming, 3))
+
+
+@pytest.mark.alone
+def test_a_check_costs_less_than_a_thousandth_of_a_hundred_steps() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(6)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    values, step_s, check_s = torch.randn(256, 1024), list[float](), list[float]()
+    for _ in range(7):
+        begun = time.perf_counter()
+        optimizer.zero_grad()
+        model(values).square().mean().backward()
+        optimizer.step()
+        stepped = time.perf_counter()
+        checksum([each.detach() for each in model.parameters()], CPU)
+        step_s.append(stepped - begun)
+        check_s.append(time.perf_counter() - stepped)
+    assert median(check_s) < 0.001 * AttachOptions.check_every * median(step_s)
 
 
 # ------------------------------------------------------------------------------------- checksums
