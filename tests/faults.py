@@ -114,7 +114,7 @@ FAULTS: tuple[Fault, ...] = (
         "return numbers | 1",
         "return torch.ones_like(numbers)",
         DIFFERENCES,
-        ("test_divergence",),
+        ("test_checksum",),
     ),
     Fault(
         "a rank that is behind in join() is compared with the others",

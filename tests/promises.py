@@ -65,8 +65,8 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
     "replicas that differ are named, and no others": {
         kind: (
             "test_divergence.py::test_ordinary_training_raises_no_alarm",
-            "test_divergence.py::test_every_flipped_bit_changes_the_checksum",
-            "test_divergence.py::test_an_order_has_its_checksum",
+            "test_checksum.py::test_every_flipped_bit_changes_the_checksum",
+            "test_checksum.py::test_an_order_has_its_checksum",
         )
         for kind in KINDS
     },

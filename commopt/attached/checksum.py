@@ -77,3 +77,9 @@ def _words(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 def as_bytes(tensor: Tensor) -> Tensor:
     """Return the bits of a tensor as uint8 [n]: where they are if they are dense there, else of a copy."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return a tensor, of a DTensor this rank's part."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part.detach()

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from commopt.aggregate import Aggregator, LocalSGD
 from commopt.aggregate.base import call
-from commopt.attached.checksum import as_bytes, checksum
+from commopt.attached.checksum import as_bytes, checksum, local
 from commopt.attached.options import AttachOptions
 from commopt.attached.reduction import SentBytes
 from commopt.cuda_streams import current_stream
@@ -409,12 +409,6 @@ def _norm_in(word: int) -> float:
     """Return the float32 in the low half of a word."""
     found: float = struct.unpack("<f", struct.pack("<I", word & _LOW))[0]
     return found
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return a tensor, of a DTensor this rank's part."""
-    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return part.detach()
 
 
 def _listed(ranks: Ranks) -> str:
