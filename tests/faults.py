@@ -25,6 +25,7 @@ class Fault(NamedTuple):
 # As docs/design.md words them.
 RIGHT = "right answer, to a stated tolerance, on every shape of world"
 IDENTICAL = "replicas bit-identical"
+DIFFERENCES = "replicas that differ are named, and no others"
 NOTHING_LOST = "nothing is lost"
 NON_FINITE = "non-finite values reach every rank, and change no residual"
 FOLLOWS = "state follows the parameter"
@@ -106,6 +107,22 @@ FAULTS: tuple[Fault, ...] = (
         "region.compressor.accumulate(region.payload(received.roll(-team.rank, 0)), total)",
         IDENTICAL,
         ("test_contract_aggregators",),
+    ),
+    Fault(
+        "a checksum does not know the order of numbers",
+        "commopt/attached/checksum.py",
+        "return numbers | 1",
+        "return torch.ones_like(numbers)",
+        DIFFERENCES,
+        ("test_checksum",),
+    ),
+    Fault(
+        "a rank that is behind in join() is compared with the others",
+        "commopt/hooks/buckets.py",
+        "self.divergence.compare(steps, device, takes_part=torch._C._current_graph_task_id() != -1)",
+        "self.divergence.compare(steps, device)",
+        DIFFERENCES,
+        ("test_divergence",),
     ),
     Fault(
         "a later piece of a row is rounded by the random bits of the first",

@@ -62,6 +62,14 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "local_sgd": (f"{_LOCAL_SGD}test_nodes_learn_by_themselves_and_meet[2+1]",),
         "auto": ("test_auto.py::test_switching_between_all_ways_loses_nothing[2+1]",),
     },
+    "replicas that differ are named, and no others": {
+        kind: (
+            "test_divergence.py::test_ordinary_training_raises_no_alarm",
+            "test_checksum.py::test_every_flipped_bit_changes_the_checksum",
+            "test_checksum.py::test_an_order_has_its_checksum",
+        )
+        for kind in KINDS
+    },
     "nothing is lost": {
         "cast": (f"{_CONSERVATION}[bf16-2-bfloat16]",),
         "quantized": (

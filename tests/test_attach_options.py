@@ -29,11 +29,13 @@ GIVEN: dict[str, Any] = {
     "record": True,
     "tuned": "tuned.json",
     "weights": "weights",
+    "check_every": 10,
+    "on_divergence": "raise",
 }
 REFUSED: dict[ModelKind, set[str]] = {
     "ddp": {"weights"},
     "replicated": {"process_group", "ranks_per_node", "plan", "links", "tuned", "weights"},
-    "sharded": {"process_group", "plan", "links", "tuned"},
+    "sharded": {"process_group", "plan", "links", "tuned", "check_every", "on_divergence"},
 }
 FILES = ("links", "tuned")
 
@@ -86,6 +88,7 @@ def test_the_document_and_help_have_every_option() -> None:
     table = text.partition("## Options of `attach`")[2].partition("\n## ")[0]
     models = dict(re.findall(r"^\| `(\w+)` \| ([^|]*) \|", table, re.MULTILINE))
     in_words = {"ddp": "DDP", "ddp replicated sharded": "all", "sharded": "FSDP2 on a 1-D mesh"}
+    in_words["ddp replicated"] = "DDP, FSDP2 with replicas"
     in_words["ddp sharded"] = "DDP, FSDP2 on a 1-D mesh"
     takes = {name: " ".join(model for model in REFUSED if name not in REFUSED[model]) for name in OPTIONS}
     assert models == {name: in_words[takes[name]] for name in OPTIONS} | {"dense": "all"}

@@ -7,6 +7,7 @@ options       the options of attach: defaults, checks, which models take them
 reduction     the lane's task for one buffer
 checkpoint    saving and loading a registration, in the same world and in another
 local_sgd     averages of parameters between steps
+divergence    replicas compared by checksums
 insight, log  reports, timelines and figures for loggers
 checks        settings of torch that are refused or warned of
 steps         callbacks around optimizer steps; optimizer_steps, averages_used and optimizers build on it

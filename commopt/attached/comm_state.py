@@ -140,8 +140,9 @@ class CommState:
         site and inter.inter_bytes to other sites) and microseconds spent in the hook; with error feedback also
         residual_norm (of this rank, in units of the average gradient), compression_error (left out over what should
         have been sent, sampled), residual_bytes and factor_bytes kept, and dropped_commits (non-finite values); with
-        LocalSGD parameter_averages. memory: the bytes kept on this rank, by kind (residuals, averages, factors, masks,
-        scratch). Waits for the device.
+        LocalSGD parameter_averages; once replicas were compared replica_checks (how often), replicas_equal_after (the
+        steps before the last check that found them equal) and residual_norms (of all ranks). memory: the bytes kept on
+        this rank, by kind (residuals, averages, factors, masks, scratch). Waits for the device.
         """
         registration = self._registration
         joined, calls, sent = registration.joined, registration.hook_calls, registration.wire_bytes()
@@ -155,6 +156,7 @@ class CommState:
             "hook_us_per_bucket": registration.hook_ns / 1000 / calls if calls else 0.0,
             "memory": registration.store.memory(),
             **(registration.store.stats() if registration.residual_paths else {}),
+            **({} if registration.divergence is None else registration.divergence.stats()),
             **({} if registration.averages is None else {"parameter_averages": registration.averages.times}),
         }
 

@@ -17,6 +17,7 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from commopt.attached.replay import replay_wanted
+from commopt.document import require_whole
 from commopt.errors import ConfigurationError
 from commopt.groups import require_site
 from commopt.groups.build import read_arguments, require_timeout
@@ -24,6 +25,9 @@ from commopt.schedule import BucketConfig, Plan, Tuned
 
 if TYPE_CHECKING:
     from commopt.cost import Links
+
+ON_DIVERGENCE = ("warn", "raise", "resync")
+CHECK_EVERY = 100  # steps: then a check costs less than a thousandth of them
 
 ModelKind = Literal["ddp", "replicated", "sharded"]
 """DDP's model, or fully_shard's with replicas (a 2-D mesh, or replicate) or sharded over all ranks (a 1-D mesh)."""
@@ -35,6 +39,7 @@ _GROUPS = "FSDP's groups are those you gave to fully_shard, one message each"
 _MESH = f"{_OF_DDP}: the mesh of fully_shard says which ranks are replicas"
 _FOR_PLANS = f"{_OF_DDP}: it is for plans, and {_GROUPS}"
 _NEIGHBOURS = f"{_OF_DDP}: ranks of one shard are not neighbours; set COMMOPT_RANKS_PER_NODE, which counts all ranks"
+_OF_REPLICAS = "for models with replicas, and ranks of a 1-D mesh hold different shards"
 _OF_SHARDS = "for models that are sharded over all ranks; with replicas no weights are sent between nodes"
 
 
@@ -144,6 +149,27 @@ class AttachOptions:
         ),
     )
 
+    check_every: int = field(
+        default=CHECK_EVERY,
+        metadata=_rules(
+            "after how many steps replicas are compared again, by checksums of 16 bytes a rank; 0 for never. The same "
+            "on all ranks.",
+            refused={"sharded": _OF_REPLICAS},
+            fits_all=0,
+            compared=True,
+        ),
+    )
+    on_divergence: Literal["warn", "raise", "resync"] = field(
+        default="warn",
+        metadata=_rules(
+            'what to do when parameters of replicas differ: "warn"; "raise" MismatchError on every rank; or "resync", '
+            "which gives ranks that deviate the parameters and buffers of the others, and leaves each its state of "
+            "the optimizer. The same on all ranks.",
+            refused={"sharded": _OF_REPLICAS},
+            compared=True,
+        ),
+    )
+
     def checked(self, model: ModelKind | None = None) -> AttachOptions:
         """Return the options as they are kept: the timeout in seconds, files read, no process group.
 
@@ -163,6 +189,11 @@ class AttachOptions:
             require_timeout(timeout_s)
         if not isinstance(self.record, bool):
             raise ConfigurationError(f"record={self.record!r} is neither True nor False; pass one of them")
+        require_whole(self.check_every, 0, "check_every")
+        if self.on_divergence not in ON_DIVERGENCE:
+            raise ConfigurationError(
+                f"on_divergence={self.on_divergence!r} is not known; pass one of {', '.join(map(repr, ON_DIVERGENCE))}"
+            )
         replay_wanted()
         read = BucketConfig.read(self.plan, self.links, self.tuned)
         kept = replace(self, plan=read.plan, links=read.links, tuned=read.tuned)

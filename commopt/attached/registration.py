@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from commopt.aggregate import Aggregator, LocalSGD
 from commopt.attached.averages_used import Directions, StepsBetweenAverages
 from commopt.attached.checks import warn_of_untested_torch
+from commopt.attached.divergence import DivergenceCheck
 from commopt.attached.local_sgd import ParameterAverages
 from commopt.attached.options import AttachOptions
 from commopt.attached.reduction import Reduction, SentBytes, Step
@@ -42,6 +43,7 @@ class Registration:
     averages: those of a LocalSGD, which then uses `store`; None for other aggregators.
     steps_between: where residuals are kept, checks that each average is followed by an optimizer step.
     directions: with adam=, checks what optimizers do with directions.
+    divergence: compares replicas; None where there are none, or where nobody wants it.
     sent: counts the payload.
     logs: called after each step, in the thread of backward.
     hook_ns, hook_calls: the time spent in the hook, and how often it was called.
@@ -69,6 +71,7 @@ class Registration:
         self.averages: ParameterAverages | None = None
         self.steps_between: StepsBetweenAverages | None = None
         self.directions: Directions | None = None
+        self.divergence: DivergenceCheck | None = None
         self.store = ResidualStore(per_step=scaler is not None and scaler.is_enabled())
         self.step = Step(0, self.store, scaler)
         self.recorder = Recorder(always=options.record)
@@ -262,4 +265,6 @@ class Registration:
         self.store = store
         if self.averages is not None:
             self.averages.resume(steps, store, extras)
+        if self.divergence is not None:
+            self.divergence.forget()
         self.step = Step(steps, store, self.scaler, list(buffers))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from time import perf_counter_ns
 from typing import Any
@@ -26,6 +26,7 @@ from commopt.attached.checks import (
     warn_of_unknown_scaler,
     when_first_stepped,
 )
+from commopt.attached.divergence import DivergenceCheck, Named, Replicas, alike_in
 from commopt.attached.local_sgd import ParameterAverages
 from commopt.attached.options import AttachOptions
 from commopt.attached.reduction import Reduction, Step
@@ -61,6 +62,7 @@ class DDPRegistration(Registration):
         # The gradients of a LocalSGD leave nothing for later, and `store` is for its parameters.
         self._gradient_store = None if self.averages is None else ResidualStore()
         self._ddp: ref[TorchDDP] | None = None
+        self._module = None if module is None else ref(module)
         self._sampled_plan = 0  # the plan whose averages `exact_sample` samples, by Controller.changes
         self._raising_task = -1
         self._latest: lanes.Pending | None = None  # bucket's, until backward has looked at it
@@ -79,6 +81,17 @@ class DDPRegistration(Registration):
         self._sampled_plan = self.controller.changes
         if self.averages is not None:
             self.averages.client = client
+        self._compare_replicas(aggregator, client)
+
+    def _compare_replicas(self, aggregator: Aggregator, client: lanes.LaneClient) -> None:
+        """Let all ranks compare what DDP keeps alike; with a LocalSGD those of a node."""
+        found, own, local = ref(self), list[Replicas](), isinstance(aggregator, LocalSGD)
+        if (team := alike_in(client.team, aggregator)) is not None:
+            averaged = isinstance(aggregator, LocalSGD) and aggregator.buffers
+            buffers = dict if averaged else lambda: _buffers_of(found())
+            own.append(Replicas(client, team, lambda: _parameters_of(found()), buffers))
+        nodes = client.team.wire.nodes
+        self.divergence = DivergenceCheck.of(self, client, [[node if local else 0] for node in nodes], own)
 
     def decide(self, aggregator: Aggregator, hook_name: str) -> None:
         """Use `aggregator`, the one the registered hook stands for; collective the first time.
@@ -165,12 +178,16 @@ class DDPRegistration(Registration):
         if self.joined is None:
             self.join()
         steps = self.steps
+        if self.divergence is not None:
+            self.divergence.look()
         self.controller.begin_step(steps)
         self._require_optimizer_step()
         if self.averages is not None:  # a rank without data, in DDP's join(), makes no forward before this
             self.averages.take_turn()
         if self.device is None:
             self.device = device
+        if self.divergence is not None:  # a rank without data, in DDP's join(), makes no optimizer steps
+            self.divergence.compare(steps, device, takes_part=torch._C._current_graph_task_id() != -1)
         if self.recorder.enabled:
             self.recorder.begin_step(steps, device)
         # With a LocalSGD its optimizer steps decide whether gradients cross between nodes.
@@ -275,6 +292,8 @@ class DDPRegistration(Registration):
             self.controller.synchronise(self.client.run(point.decide, point.title))
         step.gradients.clear()
         self.steps += 1
+        if self.divergence is not None:
+            self.divergence.repair(self.steps)
         self.reduced_steps += 1
         if self.averages is not None:
             self.averages.optimizer_steps.backward_ended(shadowed=torch._C._current_graph_task_id() == -1)
@@ -311,6 +330,38 @@ class DDPRegistration(Registration):
         self.controller.restart(steps, plan, tuned, buffers)
         self._sampled_plan = -1  # samples begin anew
         self.layouts.expect(numels)
+
+
+def _module_of(registration: DDPRegistration | None) -> nn.Module | None:
+    ddp = None if registration is None else registration.model()
+    module = None if registration is None or registration._module is None else registration._module()
+    return module if ddp is None else ddp.module
+
+
+def _parameters_of(registration: DDPRegistration | None) -> Named:
+    """Return what DDP made equal at the start: frozen parameters too; of an unknown model those in its buckets."""
+    module = _module_of(registration)
+    if module is None:
+        return {} if registration is None else registration.parameters
+    return _not_ignored(module, module.named_parameters())
+
+
+def _buffers_of(registration: DDPRegistration | None) -> Named:
+    """Return the buffers, where DDP does not send the first rank's to all before each forward."""
+    module, ddp = _module_of(registration), None if registration is None else registration.model()
+    if module is None or ddp is None or ddp.broadcast_buffers:
+        return {}
+    return _not_ignored(module, module.named_buffers())
+
+
+def _not_ignored(module: nn.Module, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Return dense tensors, but for those that DDP is told to ignore, by its names (".weight" of the root)."""
+    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    return {
+        name: each
+        for name, each in named
+        if each.layout == torch.strided and ignored.isdisjoint((name, name if "." in name else f".{name}"))
+    }
 
 
 def _note_optimizer(registration: DDPRegistration, optimizer: torch.optim.Optimizer) -> None:

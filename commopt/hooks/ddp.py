@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -51,6 +51,8 @@ def attach(
     record: bool = ...,
     tuned: Tuned | str | Path | None = ...,
     weights: Any = ...,
+    check_every: int = ...,
+    on_divergence: Literal["warn", "raise", "resync"] = ...,
     **preset_options: Any,
 ) -> CommState: ...
 

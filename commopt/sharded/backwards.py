@@ -155,6 +155,8 @@ class Backwards(Registration):
         """Return whether a reduction, whose gradients are on `device`, is the first of a backward, which begins."""
         if self._number is not None:
             return False
+        if self.divergence is not None:
+            self.divergence.look()
         self._number = 0
         self.device = self.device or device
         self.recorder.begin_step(self.steps, device)
@@ -184,10 +186,20 @@ class Backwards(Registration):
             self.sent.count_calls("verdict", lambda: call(team, "all_reduce", _VERDICT_NBYTES), team)
         # After all that backward has sent, on the same lane, so nothing else has to be waited for.
         self.client.run(self._commit, _END, self.device).wait()
+        self._compare_replicas()
         self.steps += 1
         self.reduced_steps += 1
         for log in self.logs:
             log()
+
+    def _compare_replicas(self) -> None:
+        """Compare replicas at the end of a backward, to which all ranks have come; the optimizer's step comes later."""
+        if (divergence := self.divergence) is None:
+            return
+        assert self.device is not None
+        divergence.repair(self.steps + 1)
+        if (pending := divergence.compare(self.steps, self.device)) is not None:
+            pending.wait()  # on CUDA the current stream does: the optimizer's step follows
 
     def _commit(self) -> None:
         for order in self._orders:

@@ -9,6 +9,7 @@ from hashlib import sha256
 from time import perf_counter_ns
 from typing import Any
 from weakref import ref
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from commopt.aggregate import LocalSGD
 from commopt.attached.checks import warn_of_untested_torch
+from commopt.attached.divergence import DivergenceCheck, Replicas, alike_in
 from commopt.attached.local_sgd import ParameterAverages
 from commopt.attached.reduction import Reduction, Step
 from commopt.errors import ConfigurationError
@@ -69,7 +71,10 @@ class ShardedRegistration(Backwards):
                     self._average_parameters(aggregator)
             except Exception as error:  # of some replicas, perhaps: heard of before any rank waits for them again
                 problem = error
-            everyone.membership.exchange(f"the replicas of {everyone.name}", problem)
+            teams = [alike_in(order.client.team, aggregator) for order in self.replicas.values()]
+            keys = [crc32(repr(everyone.team.rank if team is None else team.ranks).encode()) for team in teams]
+            answers = everyone.membership.exchange(f"the replicas of {everyone.name}", problem, replicas=keys)
+            self._compare_replicas_of(everyone, [answer["replicas"] for answer in answers])
             if self.store.transaction.per_step:
                 try:
                     self._drops_with = self._who_drops_steps(everyone)
@@ -111,6 +116,15 @@ class ShardedRegistration(Backwards):
             average, self._model, read, self.store, parameters, scaler, pieces, before_write=reshard
         )
         self.averages.client = next(iter(self.replicas.values())).client
+
+    def _compare_replicas_of(self, everyone: LaneClient, keys: list[list[int]]) -> None:
+        """Let ranks compare their shards with those of their replicas, and buffers, which FSDP leaves to them."""
+        found, own = ref(self), list[Replicas]()
+        for number, (replicas, order) in enumerate(self.replicas.items()):
+            if (team := alike_in(order.client.team, self.aggregator)) is not None:
+                buffers = partial(_buffers_of, found) if number == 0 else dict
+                own.append(Replicas(order.client, team, partial(_shards_of, found, replicas), buffers))
+        self.divergence = DivergenceCheck.of(self, everyone, keys, own)
 
     def end(self) -> None:
         """End a backward, as Backwards.end."""
@@ -270,6 +284,19 @@ class ShardedRegistration(Backwards):
                 store.add(path, layout, values)
         store.factors = everything.factors
         store.warm = True
+
+
+def _shards_of(found: ref[ShardedRegistration], replicas: dist.ProcessGroup | None) -> dict[str, Tensor]:
+    """Return this rank's shards of the parameters that have these replicas."""
+    alive = found()
+    groups = () if alive is None else alive.groups
+    held = (each for group in groups if group.replicas is replicas for each in group.shards_by_part)
+    return {part.name: values for part, values in held}
+
+
+def _buffers_of(found: ref[ShardedRegistration]) -> dict[str, Tensor]:
+    alive = found()
+    return {} if alive is None else {name: each for name, each in alive._model.named_buffers()}
 
 
 def _all_ranks(groups: Sequence[ParameterGroup]) -> dist.ProcessGroup | None:
