@@ -57,13 +57,14 @@ class _Watch:
     me: this global rank.
     ring: the others in the order in which this rank looks at them: those on other nodes first.
     peers: what this rank has seen of them.
+    store: None when this rank has left.
     alarms: how many of the log it has read.
     """
 
     def __init__(self, membership: Membership) -> None:
         self.membership = ref(membership)
         self.name, self.ranks, self.me = membership.name, frozenset(membership.ranks), membership.global_rank
-        self.store: LimitedStore = membership.store.within("heartbeat")
+        self.store: LimitedStore | None = membership.store.within("heartbeat")
         self.interval_s, self.ring = membership.heartbeat_s, _ring(membership)
         self.peers: dict[int, _Peer] = {}
         self.beats = self.alarms = 0
@@ -72,6 +73,7 @@ class _Watch:
 
     def brief_store(self) -> LimitedStore:
         """Return the store for a request that may take two seconds."""
+        assert self.store is not None
         return self.store.until(time.monotonic() + _ANSWER_S)
 
 
@@ -96,11 +98,13 @@ class Heartbeat:
 
     def __init__(self) -> None:
         self._watches: tuple[_Watch, ...] = ()
+        self._gone: deque[_Watch] = deque(maxlen=_PAST)  # a lane that fails closes its groups first
         self._changing = threading.Lock()
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._waits: dict[str, tuple[Place, float, int]] = {}  # by device: since when, and how often it was told
+        self._told: set[str] = set()  # tasks in which ranks wait or waited
         self._past: deque[Beat] = deque(maxlen=_PAST)
         self._record: flight.FlightRecord | None = None
 
@@ -130,6 +134,9 @@ class Heartbeat:
             thread.join(2 * _ANSWER_S)
             if not thread.is_alive():
                 self._leave(self._watches)
+        waiting = {_key(place) for lane in lanes() if (place := lane.under_way()) is not None}
+        for key in self._told - waiting:
+            self._over(key)
 
     def _run(self) -> None:
         while True:
@@ -153,6 +160,8 @@ class Heartbeat:
         for each in watches:
             with suppress(CommoptError):
                 each.brief_store().set(f"beat/{each.me}", json.dumps(_LEFT))
+            each.store = None
+            self._gone.append(each)
 
     # ------------------------------------------------------------------------------------- a beat
 
@@ -223,6 +232,7 @@ class Heartbeat:
             for rank, beat in alarm["missing"].items():
                 watch.peers.setdefault(int(rank), _Peer()).beat = beat
             reason, key = waits_text(alarm), alarm["key"]
+            self._told.add(key)
         self._tell(watch, key, reason)
 
     def _tell(self, watch: _Watch, key: str, reason: str) -> None:
@@ -237,12 +247,13 @@ class Heartbeat:
         return self._record.add(key, reason, sorted(watch.ranks), peers, list(self._past))
 
     def _over(self, key: str) -> None:
+        self._told.discard(key)
         if self._record is not None and self._record.end(key):
-            _log.warning("over: %s", key)
+            _log.warning("no longer: %s", key)
 
     def _cut_off(self, watch: _Watch, silence: TransportError) -> None:
         """Tell that the store does not answer; a connection that has ended is what collectives notice themselves."""
-        if not watch.cut and watch.store.silent_s >= SILENT_AFTER * watch.interval_s:
+        if not watch.cut and watch.brief_store().silent_s >= SILENT_AFTER * watch.interval_s:
             watch.cut = True
             holder = "torchrun's agent" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
             self._tell(watch, "store", f"rank {watch.me} gets no answer from the store of {holder}: {silence}")
@@ -303,7 +314,8 @@ class Heartbeat:
     def record_failure(self, place: Place, report: str) -> None:
         """Write the record of a lane that failed, for good."""
         record = self._record
-        watch = next((each for each in self._watches if each.ranks.issuperset(place.ranks)), None)
+        known = (*self._watches, *reversed(self._gone))
+        watch = next((each for each in known if each.ranks.issuperset(place.ranks)), None)
         if record is None or watch is None:
             return
         path = self._write(watch, "failed", f"in {place}: {report}")

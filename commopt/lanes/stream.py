@@ -56,8 +56,8 @@ class StreamLane(Lane):
                     error = self._run(task, pending)
                     pending.finish(error)
                     # An event of a capture has no end that could be asked for.
-                    end = None if torch.cuda.is_current_stream_capturing() else pending.kernels_end
-                    self._launched = end and (end, task.membership, task.owner, task.sequence, task.numel)
+                    if (end := pending.kernels_end) is not None and not torch.cuda.is_current_stream_capturing():
+                        self._launched = end, task.membership, task.owner, task.sequence, task.numel
             finally:
                 self._own.busy = False
         if error is not None:
