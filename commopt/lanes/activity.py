@@ -62,8 +62,7 @@ def beat() -> dict[str, Any]:
     phase, stack = _main_thread()
     clients = {
         f"{client.membership.name} {client.name}": [client.submitted, client.step, client.bucket]
-        for client in (each() for each in _clients)
-        if client is not None and not client.closed
+        for client in _open_clients()
     }
     under_way = {str(lane.device): lane.under_way() for lane in lanes()}
     return {
@@ -74,6 +73,17 @@ def beat() -> dict[str, Any]:
         "clients": clients,
         "lanes": {device: _brief(place) for device, place in under_way.items() if place is not None},
     }
+
+
+def members() -> dict[str, list[int]]:
+    """Return the ranks of each membership that has a client."""
+    return {client.membership.name: list(client.membership.ranks) for client in _open_clients()}
+
+
+def _open_clients() -> Iterator[LaneClient]:
+    for each in _clients:
+        if (client := each()) is not None and not client.closed:
+            yield client
 
 
 def _brief(place: Any) -> dict[str, Any]:

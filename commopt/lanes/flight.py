@@ -75,6 +75,7 @@ class FlightRecord:
                 "ranks": list(ranks),
                 "reasons": list(self._reasons.values()),
                 **activity.beat(),
+                "members": activity.members(),
                 "stacks": activity.stacks(),
                 "peers": {str(rank): beat for rank, beat in sorted(peers.items())},
                 "past": list(past),
@@ -83,11 +84,11 @@ class FlightRecord:
             self._path = self._write(self._path or self._folder / name, content)
             return self._path
 
-    def end(self, key: str) -> bool:
-        """Take a reason back, and with the last one the file; return whether there was this reason."""
+    def end(self, key: str) -> str | None:
+        """Take a reason back, and with the last one the file; return it, None where it did not stand."""
         with self._writing:
-            stood = self._reasons.pop(key, None) is not None
-            if stood and not self._reasons and self._path is not None:
+            stood = self._reasons.pop(key, None)
+            if stood is not None and not self._reasons and self._path is not None:
                 with suppress(OSError):
                     self._path.unlink()
                 self._path = None

@@ -248,8 +248,8 @@ class Heartbeat:
 
     def _over(self, key: str) -> None:
         self._told.discard(key)
-        if self._record is not None and self._record.end(key):
-            _log.warning("no longer: %s", key)
+        if self._record is not None and (reason := self._record.end(key)) is not None:
+            _log.warning("over: %s", reason.partition(",")[0])
 
     def _cut_off(self, watch: _Watch, silence: TransportError) -> None:
         """Tell that the store does not answer; a connection that has ended is what collectives notice themselves."""
