@@ -7,6 +7,7 @@ A rank that wrote none, as it was stopped or killed, is known from its last hear
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ _LONGEST = 300
 _LAUNCHED = "kernels"  # how the title of a task begins that is known by its kernels only
 
 
-class Task(NamedTuple):
+class RecordedTask(NamedTuple):
     """A task under way on a lane."""
 
     membership: str
@@ -30,7 +31,8 @@ class Task(NamedTuple):
     numel: int
 
 
-class Activity(NamedTuple):
+@dataclass(frozen=True)
+class Activity:
     """What a rank did, by its own record or by its last heartbeat."""
 
     phase: str
@@ -38,7 +40,7 @@ class Activity(NamedTuple):
     clients: Any
     """Numbers of the latest task, step and bucket, by "membership client"."""
     lanes: Any
-    """Task under way by device."""
+    """RecordedTask under way by device."""
     host: str = ""
     pid: int = 0
     number: int = 0
@@ -123,12 +125,12 @@ def _numbers(value: object, where: str) -> tuple[int, int, int]:
     return found
 
 
-def _tasks(activity: Activity, where: str) -> Iterator[Task]:
+def _tasks(activity: Activity, where: str) -> Iterator[RecordedTask]:
     for _, task in _table(activity.lanes, f"lanes of {where}"):
-        yield read_as(Task, task, f"lanes of {where}")
+        yield read_as(RecordedTask, task, f"lanes of {where}")
 
 
-def _progress(group: str, submitted: int, under_way: list[Task]) -> GroupProgress:
+def _progress(group: str, submitted: int, under_way: list[RecordedTask]) -> GroupProgress:
     mine = [task for task in under_way if f"{task.membership} {task.owner}" == group]
     if mine:
         task = mine[0]

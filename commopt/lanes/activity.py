@@ -29,7 +29,7 @@ _INNERMOST, _OUTERMOST = 8, 4
 _PHASES = (
     ("torch/_tensor.py", ("backward",), "backward"),
     ("torch/autograd/", ("backward", "grad", "_engine_run_backward"), "backward"),
-    ("torch/optim/", ("step",), "optimizer step"),
+    ("torch/optim/", ("step", "wrapper"), "optimizer step"),
     ("torch/utils/data/", ("__next__",), "loading data"),
     ("torch/serialization.py", ("save",), "saving"),
     ("torch/serialization.py", ("load",), "loading a checkpoint"),

@@ -43,7 +43,7 @@ def folder() -> Path:
     return path
 
 
-class FlightRecord:
+class FlightFile:
     """The file of this rank, which has one reason or several that stand at the same time.
 
     It is written anew with each reason, and removed when none is left: what has ended well is no failure.

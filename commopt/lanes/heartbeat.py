@@ -106,7 +106,7 @@ class Heartbeat:
         self._waits: dict[str, tuple[Place, float, int]] = {}  # by device: since when, and how often it was told
         self._told: set[str] = set()  # tasks in which ranks wait or waited
         self._past: deque[Beat] = deque(maxlen=_PAST)
-        self._record: flight.FlightRecord | None = None
+        self._record: flight.FlightFile | None = None
 
     # ------------------------------------------------------------------------------------- begin and end
 
@@ -118,7 +118,7 @@ class Heartbeat:
             if any(each.name == membership.name for each in self._watches) or self._stopping:
                 return
             self._watches = (*self._watches, _Watch(membership))
-            self._record = self._record or flight.FlightRecord(membership.global_rank, flight.folder())
+            self._record = self._record or flight.FlightFile(membership.global_rank, flight.folder())
             if self._thread is None:
                 # A daemon: a store that never answers must not keep this process from exiting.
                 self._thread = threading.Thread(target=self._run, name="commopt-heartbeat", daemon=True)
@@ -319,7 +319,7 @@ class Heartbeat:
         if record is None or watch is None:
             return
         path = self._write(watch, "failed", f"in {place}: {report}")
-        self._record = flight.FlightRecord(watch.me, flight.folder())
+        self._record = flight.FlightFile(watch.me, flight.folder())
         if path is not None:
             _log.warning("flight record: %s (python -m commopt doctor --flight with those of all ranks)", path)
 
