@@ -27,6 +27,7 @@ import commopt
 from commopt.__main__ import main
 from commopt.groups import store as groups_store
 from commopt.lanes import activity, heartbeat
+from commopt.lanes.lane import Place
 from tests.ranks import run
 from tests.speed import limit
 
@@ -385,6 +386,68 @@ def test_all_ranks_of_a_node_that_is_gone_are_named_at_the_same_time() -> None:
     for rank in gone:
         told = sum(f"no heartbeat from rank {rank} " in line for _, line in heard.lines)
         assert told >= 12, "on every rank that beats"
+
+
+def test_a_rank_that_has_come_is_not_missing_and_one_asks_for_all() -> None:
+    ranks, heard = Ranks(2, 2, 0.05), Heard()
+    place = Place("m", (0, 1, 2, 3), "HookState 0", 5, "bucket 0", 10)
+    for rank, beat in enumerate(ranks.beats):
+        (watch,) = beat._watches
+        mine = {"number": 1, "phase": "backward", "stack": ["f (a.py:1)"], "host": "a", "pid": rank, "lanes": {}}
+        watch.brief_store().set(
+            f"beat/{rank}", json.dumps({**mine, "clients": {"m HookState 0": [5 - (rank == 3), 2, 0]}})
+        )
+    for rank in (1, 0, 2):
+        beat = ranks.beats[rank]
+        beat._ask_who_is_missing(beat._watches[0], place, 15.0, 0)
+    ranks.beats[2]._exchange(ranks.beats[2]._watches[0], activity.beat())
+    assert len(heard.lines) == 1
+    told = heard.lines[0][1]
+    assert "3 rank(s) wait for 15 s in bucket 0 of 10 elements (HookState 0, operation 5)" in told
+    assert "these have not come: rank 3 (a, process 3), which is in step 2, bucket 0, phase backward" in told
+    assert not any(f"rank {rank} (" in told for rank in range(3))
+
+
+@pytest.mark.alone
+def test_a_beat_takes_less_than_a_thousandth_of_the_default_interval() -> None:
+    ranks = Ranks(2, 4, 600.0)
+    ranks.beats[0]._beat()
+    started_s = time.thread_time()
+    for _ in range(50):
+        ranks.beats[0]._beat()
+    assert (time.thread_time() - started_s) / 50 < limit(BY_DEFAULT_S / 1000)
+
+
+# ------------------------------------------------------------------------------ kernels that do not end
+
+
+class Event:
+    """A CUDA event."""
+
+    def __init__(self, *answers: bool | RuntimeError) -> None:
+        self._answers = list(answers)
+
+    def query(self) -> bool:
+        answer = self._answers.pop(0)
+        if isinstance(answer, RuntimeError):
+            raise answer
+        return answer
+
+
+def test_a_kernel_that_does_not_end_is_a_task_under_way() -> None:
+    from commopt.lanes.stream import StreamLane
+
+    lane = object.__new__(StreamLane)  # of which no stream is asked
+    lane._task = lane._launched = None
+    assert lane.under_way() is None
+    membership: Any = Shared(name="m", ranks=(0, 1))
+    event: Any = Event(False, True, RuntimeError("CUDA error: an illegal memory access was encountered"))
+    lane._launched = event, membership, "HookState 0", 7, 100
+    place = lane.under_way()
+    assert place is not None
+    assert (place.owner, place.sequence) == ("HookState 0", 7)
+    assert lane.under_way() is None
+    assert lane.under_way() is None
 
 
 # ------------------------------------------------------------------------------ phases
