@@ -195,20 +195,19 @@ def evaluate(seconds: float) -> None:
     time.sleep(seconds)
 
 
-def evaluate_on_one(rank: int, world_size: int, records: str) -> list[str]:
+def evaluate_on_one(rank: int, world_size: int) -> list[str]:
     heard, ddp = Heard(), model(timeout=60)
     train(ddp, 3)
     if rank == 1:
         evaluate(12 * BEAT_S)
     train(ddp, 3)
     wait_until(lambda: heard.first("over: ") is not None)
-    assert list(Path(records).iterdir()) == [] or rank != 1
     dist.barrier()
     return [line for _, line in heard.lines]
 
 
 def test_a_rank_that_evaluates_is_named_with_its_stack_and_nothing_fails(tmp_path: Path) -> None:
-    results = run(evaluate_on_one, 3, str(tmp_path), env={**FAST, "COMMOPT_FLIGHT": str(tmp_path)})
+    results = run(evaluate_on_one, 3, env={**FAST, "COMMOPT_FLIGHT": str(tmp_path)})
     for rank, lines in enumerate(results):
         (named, *_) = [line for line in lines if "to which these have not come" in line]
         assert "rank 1 (" in named, f"rank {rank}"
@@ -544,3 +543,79 @@ def test_a_damaged_record_is_refused_in_one_line(
     assert main(["doctor", "--flight", str(file)]) == 2
     output = capsys.readouterr()
     assert (output.out, len(output.err.splitlines())) == ("", 1)
+
+
+# ------------------------------------------------------------------------------ as it is by default
+
+
+class SlowFile:
+    """A file that takes its time, as a full or distant disk."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def write(self, data: bytes) -> int:
+        waited_s, self._seconds = self._seconds, 0.0
+        time.sleep(waited_s)
+        return len(data)
+
+    def flush(self) -> None:
+        pass
+
+
+def train_evaluate_and_save(rank: int, world_size: int) -> tuple[list[str], list[str], list[str]]:
+    heard, ddp = Heard(), model(timeout=600)
+
+    def lines() -> list[str]:
+        found, heard.lines = [line for _, line in heard.lines], []
+        return found
+
+    train(ddp, 1000)
+    in_steps = lines()
+    if rank == 1:
+        evaluate(60)
+    train(ddp, 1)
+    in_evaluation = lines()
+    time.sleep(2 * BY_DEFAULT_S)  # it is told that this is over
+    lines()
+    train(ddp, 1)
+    if rank == 0:
+        slow: Any = SlowFile(25)
+        torch.save(ddp.module.state_dict(), slow)
+    train(ddp, 1)
+    return in_steps, in_evaluation, lines()
+
+
+@pytest.mark.slow
+def test_by_default_long_evaluations_and_slow_checkpoints_are_warnings_and_steps_are_not(tmp_path: Path) -> None:
+    env = {"COMMOPT_FLIGHT": str(tmp_path)}
+    for in_steps, in_evaluation, in_save in run(train_evaluate_and_save, 4, env=env, timeout_s=600, fresh=True):
+        assert in_steps == []
+        assert 1 <= len(in_evaluation) <= 3  # after 15, 30 and 60 s
+        assert all("rank 1 (" in line and "phase evaluation" in line for line in in_evaluation)
+        assert 1 <= len(in_save) <= 2
+        assert all("rank 0 (" in line and "phase saving" in line for line in in_save)
+
+
+def stop_one_by_default(rank: int, world_size: int, folder: str) -> float:
+    heard, ddp, mark = Heard(), model(timeout=600), Path(folder, "stopped")
+    train(ddp, 20)
+    if rank == 1:
+        mark.with_suffix(".tmp").write_text(json.dumps([os.getpid(), time.monotonic()]))
+        mark.with_suffix(".tmp").rename(mark)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    wait_until(mark.exists)
+    pid, stopped_s = json.loads(mark.read_text())
+    named_s, _ = heard.wait_for("no heartbeat from rank 1 ", 2 * NAMED_S)
+    Path(folder, f"done{rank}").touch()
+    if rank == 0:
+        wait_until(lambda: len(list(Path(folder).glob("done*"))) == world_size - 1)
+        os.kill(pid, signal.SIGKILL)
+    return named_s - float(stopped_s)
+
+
+@pytest.mark.slow
+def test_by_default_a_stopped_rank_is_named_within_30_s(tmp_path: Path) -> None:
+    results = run(stop_one_by_default, 3, str(tmp_path), dies=(1,), fresh=True)
+    print(results)
+    assert max(results[0], results[2]) < NAMED_S

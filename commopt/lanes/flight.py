@@ -50,7 +50,7 @@ class FlightFile:
     """
 
     def __init__(self, rank: int, into: Path) -> None:
-        self._rank, self._folder = rank, into
+        self.rank, self._folder = rank, into
         self._path: Path | None = None
         self._reasons: dict[str, str] = {}
         self._writing = threading.Lock()
@@ -71,7 +71,7 @@ class FlightFile:
                 "commopt": __version__,
                 "torch": torch.__version__,
                 "written": now.isoformat(timespec="milliseconds"),
-                "rank": self._rank,
+                "rank": self.rank,
                 "ranks": list(ranks),
                 "reasons": list(self._reasons.values()),
                 **activity.beat(),
@@ -80,7 +80,7 @@ class FlightFile:
                 "peers": {str(rank): beat for rank, beat in sorted(peers.items())},
                 "past": list(past),
             }
-            name = f"commopt_flight_{now:%Y%m%dT%H%M%S}_{os.getpid()}_rank{self._rank}.json"
+            name = f"commopt_flight_{now:%Y%m%dT%H%M%S}_{os.getpid()}_rank{self.rank}.json"
             self._path = self._write(self._path or self._folder / name, content)
             return self._path
 

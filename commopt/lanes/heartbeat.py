@@ -118,7 +118,8 @@ class Heartbeat:
             if any(each.name == membership.name for each in self._watches) or self._stopping:
                 return
             self._watches = (*self._watches, _Watch(membership))
-            self._record = self._record or flight.FlightFile(membership.global_rank, flight.folder())
+            if self._record is None or self._record.rank != membership.global_rank:  # of another world
+                self._record = flight.FlightFile(membership.global_rank, flight.folder())
             if self._thread is None:
                 # A daemon: a store that never answers must not keep this process from exiting.
                 self._thread = threading.Thread(target=self._run, name="commopt-heartbeat", daemon=True)
@@ -169,6 +170,9 @@ class Heartbeat:
         """Write a beat for every membership that is not inside a larger one, and look at what the others wrote."""
         mine = activity.beat()
         largest = [each for each in self._watches if not any(_holds(other, each) for other in self._watches)]
+        for watch in self._watches:
+            if watch not in largest:
+                watch.peers.clear()  # seen anew, should it beat again
         for watch in largest:
             try:
                 self._exchange(watch, mine)
