@@ -499,8 +499,12 @@ def test_the_phase_of_training_is_told_by_the_stack() -> None:
     def evaluate_model() -> None:
         layer(torch.ones(3))
 
+    def train_and_evaluate() -> None:
+        layer(torch.ones(3))
+
     evaluate_model()
-    assert layer.phases[2:] == ["evaluation"]
+    train_and_evaluate()
+    assert layer.phases[2:] == ["evaluation", "forward"]
     assert list(DataLoader(AskingData())) == [["loading data"]]
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     phases: list[str] = []

@@ -7,6 +7,7 @@ Nothing is noted while training goes on but a reference and three integers. The 
 from __future__ import annotations
 
 import os
+import re
 import socket
 import sys
 import threading
@@ -37,8 +38,9 @@ _PHASES = (
     ("torch/distributed/checkpoint/", ("load",), "loading a checkpoint"),
     ("torch/nn/modules/module.py", ("_call_impl",), "forward"),
 )
-_EVALUATES = ("eval", "valid")
+_EVALUATES = re.compile(r"(?:^|_)(?:eval|valid)", re.IGNORECASE)
 ELSEWHERE = "elsewhere"
+_IN_EVALUATION = (ELSEWHERE, "forward", "loading data")
 
 
 def note(client: LaneClient) -> None:
@@ -118,17 +120,22 @@ def phase_of(calls: Iterable[Call]) -> str:
     """Return the phase of training of a stack, innermost call first.
 
     The innermost call of torch tells it: under Lightning a whole step is inside that of an optimizer. A forward that
-    recomputes activations belongs to its backward, and all that a function named after evaluation calls to that.
+    recomputes activations belongs to its backward, and one in a function that is named after evaluation to that.
     """
     phase = ELSEWHERE
     for file, function, _ in calls:
-        if any(word in function.lower() for word in _EVALUATES) and "/torch/" not in file:
+        if phase in _IN_EVALUATION and "/torch/" not in file and _evaluates(function):
             return "evaluation"
         if phase in (ELSEWHERE, "forward"):
             found = next((name for part, names, name in _PHASES if part in file and function in names), None)
             if found is not None and (phase == ELSEWHERE or found == "backward"):
                 phase = found
     return phase
+
+
+def _evaluates(function: str) -> bool:
+    """Return whether a function is named after evaluation alone: train_and_evaluate does more."""
+    return _EVALUATES.search(function) is not None and "train" not in function.lower()
 
 
 def shown_stack(calls: Iterable[Call]) -> list[str]:
