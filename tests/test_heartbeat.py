@@ -518,7 +518,37 @@ def test_the_phase_of_training_is_told_by_the_stack() -> None:
     assert activity.beat()["phase"] == "elsewhere"
 
 
-# ------------------------------------------------------------------------------ damaged records
+# ------------------------------------------------------------------------------ records, read by the doctor
+
+
+def record_of(rank: int, lanes: dict[str, Any], submitted: int) -> dict[str, Any]:
+    """Return what `commopt doctor` needs of a record of two ranks."""
+    return {
+        **{"commopt_flight": 1, "rank": rank, "members": {"m": [0, 1]}, "reasons": ["why"], "peers": {}},
+        **{"phase": "backward", "stack": ["f (a.py:1)"], "clients": {"m HookState 0": [submitted, 2, 0]}},
+        "lanes": lanes,
+    }
+
+
+def test_the_doctor_reads_records_and_dumps_of_torch_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = {"membership": "m", "owner": "HookState 0", "sequence": 5, "title": "bucket 0", "numel": 10}
+    (tmp_path / "flight_0.json").write_text(json.dumps(record_of(0, {"cpu": task}, 5)))
+    (tmp_path / "flight_1.json").write_text(json.dumps(record_of(1, {}, 4)))
+    for rank, state in enumerate(("completed", "started")):
+        entry = {"process_group": ["0", "x"], "collective_seq_id": 9, "profiling_name": "gloo:barrier", "state": state}
+        status = {"last_enqueued_collective": 9, "last_completed_collective": 9 - rank}
+        dump = {"entries": [entry], "pg_config": {}, "pg_status": {"0": status}, "rank": rank}
+        (tmp_path / f"trace_{rank}").write_text(json.dumps(dump))
+    assert main(["doctor", "--flight", str(tmp_path)]) == 3
+    told = " ".join(capsys.readouterr().out.split())
+    assert "group HookState 0: rank 0 waits in SeqNum 5 bucket 0 of 10 elements; rank 1 has called nothing" in told
+    assert "rank 1 is behind, and has not called SeqNum 5" in told
+    assert "rank 1 waits in SeqNum 9 barrier" in told
+    assert "rank 0, 1 wrote: why" in told
+    assert "not read" in told
+    assert "NCCL" not in told.partition("error(s)")[0].replace("TORCH_NCCL", "")
 
 
 @pytest.mark.parametrize(
@@ -536,9 +566,7 @@ def test_the_phase_of_training_is_told_by_the_stack() -> None:
 def test_a_damaged_record_is_refused_in_one_line(
     change: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole: dict[str, Any] = {"commopt_flight": 1, "rank": 0, "members": {"m": [0, 1]}, "reasons": ["x"]}
-    whole |= {"phase": "forward", "stack": ["f (a.py:1)"], "clients": {"m HookState 0": [3, 1, 0]}, "lanes": {}}
-    whole |= {"peers": {}}
+    whole = record_of(0, {}, 3)
     file = tmp_path / "record.json"
     file.write_text(json.dumps(whole))
     assert main(["doctor", "--flight", str(file)]) == 0
