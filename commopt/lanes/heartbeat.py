@@ -22,6 +22,7 @@ from weakref import ref
 from commopt.errors import CommoptError, TransportError
 from commopt.groups import LimitedStore, Membership
 from commopt.lanes import activity, flight
+from commopt.lanes.alarms import Beat, silent_text, waits_text
 from commopt.lanes.lane import Place
 from commopt.lanes.registry import lanes
 
@@ -34,8 +35,6 @@ _ANSWER_S = 2.0
 _MOST_SHOWN = 8
 _PAST = 12
 _LEFT = {"left": True}
-
-Beat = dict[str, Any]
 
 
 @dataclass
@@ -348,49 +347,6 @@ def _submitted(beat: Mapping[str, Any], place: Place) -> int:
     """Return the number of the latest task of the same client; -1 for a client that is not there."""
     found = beat.get("clients", {}).get(f"{place.membership} {place.owner}")
     return -1 if found is None else int(found[0])
-
-
-# ------------------------------------------------------------------------------------- words
-
-
-def silent_text(rank: int, beat: Beat, silent_s: float) -> str:
-    """Return what is said of a rank without heartbeat."""
-    return (
-        f"no heartbeat from rank {rank}{_process(beat)} for {silent_s:.0f} s: it is stopped, its machine is down or "
-        f"cut off from the network, or something in it holds Python's lock; last seen {_doing(beat)}"
-    )
-
-
-def waits_text(alarm: Beat) -> str:
-    """Return what is said of a task in which ranks wait."""
-    wait = f"{alarm['waiting']} rank(s) wait for {alarm['waited_s']:.0f} s in {alarm['task']}"
-    missing = [
-        f"rank {rank}{_process(beat)}, {'which has left' if 'left' in beat else 'which is ' + _doing(beat)}"
-        for rank, beat in alarm["missing"].items()
-    ]
-    if missing:
-        more = f" and {alarm['more']} more" if alarm["more"] else ""
-        return f"{wait}, to which these have not come: {'; '.join(missing)}{more}"
-    elsewhere = "; ".join(f"rank {rank} is in {what}" for rank, what in alarm["others"].items())
-    if elsewhere:
-        return f"{wait}: {elsewhere}"
-    return f"{wait}, to which all have come: the network is slow or cut, or a kernel does not end"
-
-
-def _process(beat: Beat) -> str:
-    return f" ({beat['host']}, process {beat['pid']})" if "pid" in beat else ""
-
-
-def _doing(beat: Beat) -> str:
-    if "phase" not in beat:
-        return "before its first beat"
-    latest = max(beat["clients"].values(), key=lambda numbers: numbers[1], default=[-1, -1, -1])
-    step = f"step {latest[1]}, bucket {latest[2]}, " if latest[1] >= 0 else ""
-    tasks = "".join(
-        f", its lane in {each['title']} ({each['owner']}, operation {each['sequence']})"
-        for each in beat["lanes"].values()
-    )
-    return f"in {step}phase {beat['phase']}, at {' < '.join(beat['stack'][:4])}{tasks}"
 
 
 # ------------------------------------------------------------------------------------- of this process
