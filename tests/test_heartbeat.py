@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass
+from multiprocessing.util import _run_finalizers  # type: ignore[attr-defined]
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -218,17 +219,19 @@ def test_a_rank_that_evaluates_is_named_with_its_stack_and_nothing_fails(tmp_pat
     assert list(tmp_path.iterdir()) == [], "what ended well leaves no record"
 
 
-def work_and_leave(rank: int, world_size: int) -> list[str]:
+def work_and_leave(rank: int, world_size: int, way: str) -> list[str]:
     heard, ddp = Heard(), model(timeout=60)
     train(ddp, 40)
     if rank == 1:  # it is done before the others
-        dist.destroy_process_group()
+        dist.destroy_process_group() if way == "destroys its group" else _run_finalizers(0)
+        wait_until(lambda: not any(each.name == "commopt-heartbeat" for each in threading.enumerate()))
     time.sleep(8 * BEAT_S)
     return [line for _, line in heard.lines]
 
 
-def test_nothing_is_said_while_all_is_well_nor_of_a_rank_that_has_left() -> None:
-    assert run(work_and_leave, 3, env=FAST, fresh=True) == [[], [], []]
+@pytest.mark.parametrize("way", ["destroys its group", "ends as a process of multiprocessing"])
+def test_nothing_is_said_while_all_is_well_nor_of_a_rank_that_has_left(way: str) -> None:
+    assert run(work_and_leave, 3, way, env=FAST, fresh=True) == [[], [], []]
 
 
 # ------------------------------------------------------------------------------ what it costs

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing.util import Finalize
 from typing import Any
 from weakref import ref
 
@@ -101,7 +102,7 @@ class Heartbeat:
         self._changing = threading.Lock()
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
-        self._stopping = False
+        self._stopping = self._ends_with_process = False
         self._waits: dict[str, tuple[Place, float, int]] = {}  # by device: since when, and how often it was told
         self._told: set[str] = set()  # tasks in which ranks wait or waited
         self._past: deque[Beat] = deque(maxlen=_PAST)
@@ -123,6 +124,9 @@ class Heartbeat:
                 # A daemon: a store that never answers must not keep this process from exiting.
                 self._thread = threading.Thread(target=self._run, name="commopt-heartbeat", daemon=True)
                 self._thread.start()
+            if not self._ends_with_process:  # one of multiprocessing ends without atexit
+                self._ends_with_process = True
+                Finalize(None, self.stop, exitpriority=0)
         self._wake.set()  # the first beat at once
 
     def stop(self) -> None:
