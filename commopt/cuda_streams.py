@@ -7,7 +7,12 @@ A device is named by its index here, as that of a tensor always has one.
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -37,3 +42,28 @@ class on_stream:
     ) -> None:
         torch._C._cuda_setStream(*self._before)
         torch._C._cuda_maybeExchangeDevice(self._device_before)  # makes no context on a device that has none
+
+
+@contextmanager
+def captures_of_others_allowed() -> Iterator[None]:
+    """Let this thread ask for events while another one captures a graph, which any such question would spoil."""
+    exchange, mode = _exchange_capture_mode(), ctypes.c_int(_RELAXED)
+    if exchange is not None:
+        exchange(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        if exchange is not None:
+            exchange(ctypes.byref(mode))
+
+
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+
+
+@cache
+def _exchange_capture_mode() -> Any:
+    """Return the driver's function, to which torch has no way; None where there is no driver."""
+    try:
+        return ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+    except (OSError, AttributeError):
+        return None

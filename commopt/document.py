@@ -12,6 +12,10 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from commopt.errors import ConfigurationError
 
+FLIGHT_RECORD = "commopt_flight"
+"""The entry of a flight record with the number of its format."""
+FLIGHT_FORMAT = 1
+
 _MOST_BYTES = 1 << 28
 _MOST_DIGITS = 300  # of a whole number, so that a float can hold it
 

@@ -281,6 +281,22 @@ FAULTS: tuple[Fault, ...] = (
         ("test_failures",),
     ),
     Fault(
+        "ranks are watched by the next ones of their own node",
+        "commopt/lanes/heartbeat.py",
+        "        places.append((seen.get(node, 0), node, rank))\n",
+        "        places.append((0, 0, rank))\n",
+        NOBODY_HANGS,
+        ("test_heartbeat",),
+    ),
+    Fault(
+        "a rank that has submitted a task counts as missing in it",
+        "commopt/lanes/heartbeat.py",
+        "if _submitted(beat, place) < place.sequence}",
+        "if _submitted(beat, place) <= place.sequence}",
+        NOBODY_HANGS,
+        ("test_heartbeat",),
+    ),
+    Fault(
         "the side stream is recorded for the result alone",
         "commopt/lanes/stream.py",
         "                for tensor in tensors:\n",

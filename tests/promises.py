@@ -117,6 +117,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
             "test_failures.py::test_backward",
             "test_bad_input.py::test_another_configuration_on_one_rank",
             "test_meetings.py::test_a_meeting_that_one_rank_left_fails_on_all",
+            "test_heartbeat.py::test_a_stopped_rank_is_named_on_every_other_one_and_by_the_doctor",
         )
         for kind in KINDS
     },

@@ -44,7 +44,7 @@ Nodes = Sequence[int] | Sequence[Sequence[int]]
 # What the caller's shell may hold and a job must not see unless it asks for it.
 _CLEAN_ENV: dict[str, str | None] = {
     **dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")),
-    **dict.fromkeys(("NCCL_HOSTID", "COMMOPT_RANKS_PER_NODE", "COMMOPT_SITE", "COMMOPT_CHECK")),
+    **dict.fromkeys(("NCCL_HOSTID", "COMMOPT_RANKS_PER_NODE", "COMMOPT_SITE", "COMMOPT_CHECK", "COMMOPT_HEARTBEAT")),
     **dict.fromkeys(("SLURM_TOPOLOGY_ADDR", "SLURM_TOPOLOGY_ADDR_PATTERN")),
     "COMMOPT_PLAN": "ddp",  # plans depend on the clock: only for who asks
 }
@@ -124,7 +124,7 @@ def run(
         for rank, worker in enumerate(workers):
             place = _place(node_of[rank], ranks_per_node, worker, alone=nodes is None)
             site = None if sites is None else sites[node_of[rank]]
-            job_env = {**_CLEAN_ENV, **place, "COMMOPT_SITE": site, **(env or {})}
+            job_env = {**_CLEAN_ENV, **place, "COMMOPT_SITE": site, "COMMOPT_FLIGHT": folder, **(env or {})}
             store = str(Path(folder, "store"))
             worker.send(_Job(fn, rank, world_size, store, timeout_s, device, job_env, args, kwargs))
         results, errors = _collect(workers, timeout_s, dies)

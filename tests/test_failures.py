@@ -659,6 +659,7 @@ def run_script(text: str, world_size: int, folder: Path, *arguments: str) -> lis
     script.write_text(textwrap.dedent(text))
     root = str(Path(__file__).parents[1])
     env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": root}
+    env |= {"COMMOPT_HEARTBEAT": "0.05", "COMMOPT_FLIGHT": str(folder)}  # so that exits meet beats
     processes = [
         subprocess.Popen(
             [sys.executable, str(script), str(rank), str(folder), *arguments],

@@ -106,6 +106,7 @@ class Reduction:
         if self.last or self.step.skips or self.exact_sample is not None:
             self._count_sums(sent)
         run = self if agreement is None else agreement.guard(self)
+        client.step, client.bucket = self.step.number, self.number
         numel, also = layout.numel, self.base
         if self.source is not None:
             numel, also = self.source.numel(), self.source

@@ -32,6 +32,8 @@ EPILOG = f"""exit status: 0 nothing wrong, 1 warnings, 3 errors, {BAD_INPUT} bad
 The environment is always that of this process. NVML and versions are read on the live machine only.
 Under torchrun every rank examines its machine. Rank 0 compares and prints; only its status can differ from 0."""
 
+HANG = "log-hang"
+"""The check whose findings are about ranks that hang."""
 WIDTH = 80
 _PARTS = re.compile(r"(?<=;) (?![^(]*\))")  # not inside brackets
 _COMMAND = re.compile(
@@ -57,6 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--root", type=Path, default=LIVE, metavar="DIR", help="read /sys, /proc and /dev below DIR")
     logs = "examine logs of NCCL_DEBUG=INFO and dumps of torch's flight recorder, all of one job, not the machine"
     parser.add_argument("--log", type=Path, nargs="+", metavar="FILE|FOLDER", help=logs)
+    flights = "who is missing in which operation: flight records of commopt, dumps of torch's flight recorder, logs"
+    parser.add_argument("--flight", type=Path, nargs="+", metavar="FILE|FOLDER", help=flights)
 
 
 def run(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> int:
@@ -71,7 +75,8 @@ def run(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) ->
         if options.json:
             print(as_json(findings))
         else:
-            show(findings, options.all, None if options.log is not None else CLOSING)
+            examined = options.log is None and options.flight is None
+            show(findings, options.all, CLOSING if examined else None)
         sys.stdout.flush()
     except BrokenPipeError:
         reader_has_gone()
@@ -80,6 +85,9 @@ def run(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) ->
 
 def _findings(options: argparse.Namespace, environ: Mapping[str, str]) -> Sequence[Finding] | None:
     """Return the findings; None on a rank that does not print."""
+    if options.flight is not None:
+        found = examine(read_logs([*options.flight, *(options.log or ())]))
+        return found if options.log is not None else [each for each in found if each.check == HANG]
     if options.log is not None:
         return examine(read_logs(options.log))
     if not os.path.isdir(options.root):

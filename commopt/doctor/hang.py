@@ -12,6 +12,7 @@ from commopt.doctor.flight_recorder import Dump, GroupProgress, RecordedCollecti
 
 MOST = 100_000
 MOST_GROUPS = 4
+MOST_SHOWN = 8
 PAIRED = ("SEND", "RECV", "RECVANYSOURCE", "UNKNOWN")
 """Operations between two ranks, whose numbers need not agree."""
 _CAUGHT = re.compile(
@@ -59,11 +60,15 @@ class Hang:
     """Operations stopped by the watchdog, by rank: these lines do not name the group."""
     pairs: dict[str, list[int]] = field(default_factory=dict)
     """Unfinished messages between two ranks ("send 0->1", "SEND SeqNum 4"), and the ranks that wait in them."""
+    doings: dict[int, str] = field(default_factory=dict)
+    """What ranks did, by their flight records or by their last heartbeat."""
+    reasons: dict[str, list[int]] = field(default_factory=dict)
+    """Reasons of flight records, and the ranks that give them."""
     _cut: str = ""
     """The beginning of a line broken by a terminal."""
 
     def __bool__(self) -> bool:
-        return bool(self.groups or self.reports or self.stuck or self.caught or self.pairs)
+        return bool(self.groups or self.reports or self.stuck or self.caught or self.pairs or self.doings)
 
     def add_dump(self, dump: Dump) -> None:
         """Add the dump of one rank's flight recorder."""
@@ -161,6 +166,18 @@ def hangs(hang: Hang) -> Iterator[Finding]:
         expected = "a running watchdog: a call of CUDA did not return, or a thread holds Python's lock"
         remedy = "py-spy dump --native --pid PID; dmesg | grep -i xid; TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC, if it is slow"
         yield warning(f"torch's own watchdog was stuck (rank {ranks})", expected, remedy, "medium")
+    yield from _records(hang)
+
+
+def _records(hang: Hang) -> Iterator[Finding]:
+    """Yield what flight records say: their reasons, and what ranks did, those that were alone in it first."""
+    for reason, ranks in list(hang.reasons.items())[:MOST_GROUPS]:
+        yield info(f"rank {_list(sorted(ranks))} wrote: {reason}", "for reference")
+    alike: dict[str, list[int]] = {}
+    for rank, doing in sorted(hang.doings.items()):
+        alike.setdefault(doing, []).append(rank)
+    for doing, ranks in sorted(alike.items(), key=lambda each: len(each[1]))[:MOST_SHOWN]:
+        yield info(f"rank {_list(ranks)}: {doing}", "for reference")
 
 
 def _group(hang: Hang, group: str, ranks: Mapping[int, GroupProgress]) -> Finding | None:

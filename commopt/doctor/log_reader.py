@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+from commopt.doctor.flight_record import add_records, read_record
 from commopt.doctor.flight_recorder import read_dump
 from commopt.doctor.hang import Hang
 from commopt.doctor.log_causes import NcclWarning, normalized
@@ -117,17 +118,20 @@ class Log:
 def read_logs(paths: Sequence[Path]) -> Log:
     """Read the logs of one job: files, and all files of folders (one for each rank, say).
 
-    Dumps of torch's flight recorder (pickle or JSON) are read too. Raises ConfigurationError (one line) for unreadable
-    files, and if no file has a line of NCCL or torch's watchdog.
+    Dumps of torch's flight recorder (pickle or JSON) and commopt's flight records are read too. Raises
+    ConfigurationError (one line) for unreadable files, and if no file has a line of NCCL or torch's watchdog.
     """
     files = [file for path in paths for file in (_files(path) if os.path.isdir(path) else [path])]
     source = str(paths[0]) if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
-    hang, texts = Hang(), []
+    hang, texts, records = Hang(), [], []
     for file in files:
-        if (dump := read_dump(file)) is None:
+        if (record := read_record(file)) is not None:
+            records.append(record)
+        elif (dump := read_dump(file)) is None:
             texts.append(file)
         else:
             hang.add_dump(dump)
+    add_records(hang, records)
     log = parse_log((line for file in texts for line in _lines(file)), source, hang)
     if log is None:
         raise ConfigurationError(f"{source} has no line of NCCL; pass a log written with {LOG_VARIABLES}")

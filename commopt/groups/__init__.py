@@ -3,7 +3,7 @@
 
 from commopt.groups.build import join, read_arguments
 from commopt.groups.gloo import apply_scale
-from commopt.groups.membership import FAILURE_KEY, Membership, joined, memberships
+from commopt.groups.membership import FAILURE_KEY, HEARTBEAT_VARIABLE, Membership, joined, memberships
 from commopt.groups.shape import TeamShape, WireBytes, WireModel
 from commopt.groups.sites import SITE_VARIABLE, require_site
 from commopt.groups.store import LimitedStore, close_stores
@@ -19,6 +19,7 @@ from commopt.groups.team import (
 
 __all__ = [
     "FAILURE_KEY",
+    "HEARTBEAT_VARIABLE",
     "SITE_VARIABLE",
     "LimitedStore",
     "Membership",

@@ -18,7 +18,13 @@ from torch.distributed import distributed_c10d as c10d
 
 from commopt.errors import ConfigurationError
 from commopt.groups.agreement import Facts, exchange_facts, require_equal
-from commopt.groups.membership import Membership, checking, failures_among
+from commopt.groups.membership import (
+    HEARTBEAT_VARIABLE,
+    Membership,
+    checking,
+    failures_among,
+    heartbeat_interval_s,
+)
 from commopt.groups.shape import with_levels
 from commopt.groups.sites import SITE_VARIABLE, read_site
 from commopt.groups.store import limited_store
@@ -141,11 +147,12 @@ def _build(
     given_site: str | None,
 ) -> Membership:
     timeout_s, host = min(_timeout_of(parent), _LONGEST_TIMEOUT_S), None
-    site, told = "", given_site is not None or SITE_VARIABLE in os.environ
+    site, told, heartbeat_s = "", given_site is not None or SITE_VARIABLE in os.environ, 0.0
     try:  # an error of one rank is raised on all
         if asked_for_s is not None:
             timeout_s = require_timeout(asked_for_s)
         emulated = _ranks_per_node_from_environment() if ranks_per_node is None else None
+        heartbeat_s = heartbeat_interval_s()
         host = _host(emulated).as_dict()
         site = read_site(given_site, emulated=emulated is not None or ranks_per_node is not None)
     except ConfigurationError as error:
@@ -157,6 +164,7 @@ def _build(
         ENVIRONMENT_VARIABLE: emulated,
         "timeout in seconds": asked_for_s,
         "COMMOPT_CHECK": checking(),
+        HEARTBEAT_VARIABLE: heartbeat_s,
     }
     own = {
         "host": host,
@@ -186,7 +194,8 @@ def _build(
         for group in [group for group, known in c10d._world.pg_names.items() if known.startswith(f"{name}/")]:
             dist.destroy_process_group(group)
         raise
-    return Membership(name, ref(parent), ref(_world()), cluster, team, timeout_s, store.under(name, timeout_s))
+    own_store = store.under(name, timeout_s)
+    return Membership(name, ref(parent), ref(_world()), cluster, team, timeout_s, own_store, heartbeat_s=heartbeat_s)
 
 
 def require_timeout(timeout_s: float) -> float:

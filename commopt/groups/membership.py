@@ -48,10 +48,30 @@ _ANSWER_S = 2.0
 _ORDER_POLL_S = 0.001
 _CALLS_COMPARED = 512
 
+HEARTBEAT_VARIABLE = "COMMOPT_HEARTBEAT"
+_HEARTBEAT_S = 5.0  # named within six of them: 30 s
+_SHORTEST_BEAT_S = 0.05
+_LONGEST_BEAT_S = 600.0
+
 
 def checking() -> bool:
     """Return whether COMMOPT_CHECK asks for every task of a lane to be compared over its ranks."""
     return os.environ.get("COMMOPT_CHECK", "") not in ("", "0")
+
+
+def heartbeat_interval_s() -> float:
+    """Return the seconds between two beats, as COMMOPT_HEARTBEAT says; 0: none. Raises ConfigurationError."""
+    text = os.environ.get(HEARTBEAT_VARIABLE, "").strip()
+    try:
+        seconds = float(text or _HEARTBEAT_S)
+    except ValueError:
+        seconds = -1.0
+    if seconds != 0 and not _SHORTEST_BEAT_S <= seconds <= _LONGEST_BEAT_S:  # nor NaN
+        raise ConfigurationError(
+            f"{HEARTBEAT_VARIABLE}={text!r} is neither 0 (off) nor from {_SHORTEST_BEAT_S:g} to {_LONGEST_BEAT_S:g} "
+            f"seconds; unset it for {_HEARTBEAT_S:g} seconds, or set for example {HEARTBEAT_VARIABLE}=5"
+        )
+    return seconds
 
 
 @dataclass(eq=False)
@@ -71,6 +91,7 @@ class Membership:
     owners, rounds: counters on the host. They advance alike on every rank, because all make the same calls.
     compared: digests of calls that were equal on all ranks.
     order: under COMMOPT_CHECK, which is alike on all ranks.
+    heartbeat_s: seconds between two beats, alike on all ranks; 0: none.
     """
 
     name: str
@@ -84,6 +105,7 @@ class Membership:
     rounds: count[int] = field(default_factory=count)  # of standalone all_reduce, so that each has other random bits
     compared: set[bytes] = field(default_factory=set)
     order: Order | None = None
+    heartbeat_s: float = 0.0
     _agreed: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from commopt.errors import CommoptError, ConfigurationError, LaneError, TransportError
 from commopt.groups import Membership, join, read_arguments, require_site
 from commopt.groups.agreement import PATIENCE_S
+from commopt.lanes import activity, flight, heartbeat
 from commopt.lanes.failure import publish_uncaught
 from commopt.lanes.lane import Lane, Pending, Task
 from commopt.lanes.registry import finish, lane_for, require_healthy
@@ -31,6 +32,8 @@ class LaneClient:
     """One user of the lanes, called `name` on all ranks: its tasks run in one order, the same everywhere.
 
     team: all ranks.
+    submitted: the number of its latest task; -1 before the first.
+    step, bucket: of its latest message of gradients; -1 before the first.
     """
 
     def __init__(self, membership: Membership, name: str) -> None:
@@ -38,10 +41,12 @@ class LaneClient:
         self.team = membership.team
         self.name = name
         self.closed = False
+        self.submitted = self.step = self.bucket = -1
         self._sequence = count()
         self._device: torch.device | None = None  # of the last task
         self._first_device: torch.device | None = None
         self._lane: Lane | None = None
+        activity.note(self)
 
     @classmethod
     def join(
@@ -65,11 +70,13 @@ class LaneClient:
         _close_orphans()
         try:
             ranks_per_node, timeout = read_arguments(ranks_per_node, timeout)
+            flight.folder()
             site = None if site is None else require_site(site, "site")
         except ConfigurationError as error:  # perhaps of this rank alone: the others learn of it in `join`
             problem, ranks_per_node, timeout, site = problem or error, None, None, None
         membership = join(group, ranks_per_node, timeout, problem, site)
         publish_uncaught()
+        heartbeat.watch(membership)
         with _lock:
             _clients[membership] = _clients.get(membership, 0) + 1
         try:
@@ -101,7 +108,8 @@ class LaneClient:
             self._device = device
             self._lane = lane_for(device)
             self._first_device = self._first_device or device
-        task = Task(membership, self.name, next(self._sequence), run, title, numel, device.type)
+        self.submitted = number = next(self._sequence)
+        task = Task(membership, self.name, number, run, title, numel, device.type)
         return self._lane.submit(task, result, inputs)
 
     def run(self, task: Callable[[], None], title: str, device: torch.device | None = None) -> Pending:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from queue import SimpleQueue
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,6 +44,27 @@ class Task:
 
     def __str__(self) -> str:
         return f"{self.owner}, operation {self.sequence}: {self.title} of {self.numel} elements"
+
+    @property
+    def place(self) -> Place:
+        """Its place among the tasks of all ranks."""
+        return Place(
+            self.membership.name, self.membership.ranks, self.owner, self.sequence, str(self.title), self.numel
+        )
+
+
+class Place(NamedTuple):
+    """The place of a task among those of all ranks, whose first four fields are alike on all of them."""
+
+    membership: str
+    ranks: tuple[int, ...]
+    owner: str
+    sequence: int
+    title: str
+    numel: int
+
+    def __str__(self) -> str:
+        return f"{self.title} of {self.numel} elements ({self.owner}, operation {self.sequence})"
 
 
 class Pending:
@@ -95,6 +117,11 @@ class Pending:
         return self.ended.done() and (self._kernels_end is None or self._kernels_end.query())
 
     @property
+    def kernels_end(self) -> torch.cuda.Event | None:
+        """The event at the end of the task's kernels; None before they are launched, and on a CPU."""
+        return self._kernels_end
+
+    @property
     def arrived(self) -> bool:
         """Whether the result is there for certain; never on CUDA, where kernels may fail after they were launched."""
         return self._cuda is None and self.ended.done() and self._error is None
@@ -113,6 +140,7 @@ class Lane(ABC):
         self._error: LaneError | None = None
         self._verdict = threading.RLock()  # held from a failure until `_error` says what it was
         self._own = threading.local()  # `busy`: whether this thread is at work for the lane
+        self._task: Task | None = None  # under way; read by the heartbeat's thread
 
     def submit(self, task: Task, result: Tensor, inputs: Sequence[Tensor] = ()) -> Pending:
         """Queue `task`, which reads `inputs` and leaves its outcome in `result`.
@@ -144,6 +172,11 @@ class Lane(ABC):
         self._wait()
         return True
 
+    def under_way(self) -> Place | None:
+        """Return the place of the task that has not ended, None where there is none; for another thread."""
+        task = self._task
+        return None if task is None else task.place
+
     @abstractmethod
     def _wait(self) -> None:
         """Return once all that was submitted before has ended, well or badly."""
@@ -166,6 +199,7 @@ class Lane(ABC):
         """
         if self._error is not None:
             return self._error
+        self._task = task
         try:
             if task.membership.order is not None:
                 task.membership.require_same_order(task.device_type, str(task))
@@ -180,14 +214,20 @@ class Lane(ABC):
                 self._error = _reported(task, error)
             if isinstance(error, KeyboardInterrupt):
                 raise
+        finally:
+            self._task = None
         return self._error
 
 
 def _reported(task: Task, error: BaseException) -> LaneError:
+    from commopt.lanes.heartbeat import record_failure  # which looks at the lanes
+
     try:
-        return fail(task.membership, str(task), error)
+        failure = fail(task.membership, str(task), error)
     except Exception as trouble:  # poisoned all the same
-        return LaneError(f"{task} failed: {error}; reporting it failed too: {trouble}")
+        failure = LaneError(f"{task} failed: {error}; reporting it failed too: {trouble}")
+    record_failure(task.place, str(failure))
+    return failure
 
 
 def _is_fresh(*, inference: bool) -> bool:

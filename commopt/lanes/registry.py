@@ -42,6 +42,11 @@ def require_healthy() -> None:
         lane.require_healthy()
 
 
+def lanes() -> list[Lane]:
+    """Return the lanes of now, without a lock: a thread that is lost in a fork must hold none."""
+    return list(_lanes.values())
+
+
 def finish() -> bool:
     """Return once all that was submitted before, on any lane, has ended; False at once inside a lane's own work."""
     with _lock:

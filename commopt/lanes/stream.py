@@ -11,10 +11,12 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from commopt.cuda_streams import on_stream
+from commopt.cuda_streams import captures_of_others_allowed, on_stream
 from commopt.errors import LaneError
 from commopt.groups import Membership, close_together, joined
-from commopt.lanes.lane import Lane, Pending, Task
+from commopt.lanes.lane import Lane, Pending, Place, Task
+
+_Launched = tuple[torch.cuda.Event, Membership, str, int, int]
 
 _WATCH_PERIOD_S = 0.5
 _CLOSE_TIMEOUT_S = 5.0
@@ -37,6 +39,7 @@ class StreamLane(Lane):
         # High priority: the few blocks of a communication kernel should not queue behind backward's thousands.
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._order = threading.Lock()
+        self._launched: _Launched | None = None
         self._closed = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="commopt-watch", daemon=True)
         self._watcher.start()
@@ -52,11 +55,28 @@ class StreamLane(Lane):
                 with on_stream(self._stream):
                     error = self._run(task, pending)
                     pending.finish(error)
+                    # An event of a capture has no end that could be asked for.
+                    if (end := pending.kernels_end) is not None and not torch.cuda.is_current_stream_capturing():
+                        self._launched = end, task.membership, task.owner, task.sequence, task.numel
             finally:
                 self._own.busy = False
         if error is not None:
             raise self._anew(error)
         return pending
+
+    def under_way(self) -> Place | None:
+        """Return the place of the task that is being launched, or else of the latest whose kernels have not ended."""
+        launched = self._launched
+        if (place := super().under_way()) is not None or launched is None:
+            return place
+        end, membership, owner, sequence, numel = launched
+        try:
+            with captures_of_others_allowed():
+                ended = end.query()
+        except RuntimeError:  # a CUDA error, which its own caller sees
+            return None
+        title = "kernels that have been launched"
+        return None if ended else Place(membership.name, membership.ranks, owner, sequence, title, numel)
 
     def _anew(self, error: LaneError) -> LaneError:
         return LaneError(f"{error}\n{_RECOVERY}")
