@@ -233,7 +233,7 @@ def _wires(
 ) -> tuple[Wire, ...]:
     rates: dict[tuple[int, str, int, str], list[float]] = {}  # node, interface, connections, direction
     for number, (slot, shift, count) in enumerate(rounds):
-        for place, node in enumerate(nodes):
+        for place in range(len(nodes)):
             way = _target(nodes, place, slot, shift)
             if way is None:
                 continue
