@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> int:
     """Examine, print, and return the exit status."""
-    if options.measure:
+    if verdict_options.asked(options):
         from commopt.doctor.verdict.command import run as measure  # measuring needs torch, the checks do not
 
         return measure(options, environ)

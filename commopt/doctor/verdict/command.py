@@ -36,7 +36,6 @@ from commopt.probe.cli import require_usable, start
 from commopt.simulate import Workload, model
 from topology.cluster import read_host_identity
 
-BUDGET_S = 60.0
 _MARGIN_S = 15.0
 """How long a measurement that hangs is waited for, beyond the time for all."""
 _GATHERED = "commopt/verdict"
@@ -102,7 +101,7 @@ class Examination:
         self.rank, self.world_size = (0, 1) if alone else self._meet()
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         self.found = Found(Measurements(("this machine",), (self.world_size,), date=now))
-        self._watch = threading.Timer(BUDGET_S + _MARGIN_S, self._leave, ("a measurement did not end",))
+        self._watch = threading.Timer(options.budget_s + _MARGIN_S, self._leave, ("a measurement did not end",))
         self._watch.daemon = True
 
     def _meet(self) -> tuple[int, int]:
@@ -136,7 +135,7 @@ class Examination:
         if self._options.script is not None:
             from commopt.doctor.verdict.script import record
 
-            record(self._options.script, self.found, self._say)
+            record(self._options.script, self.found, self._options.budget_s / 3, self._say)
         self._levels()
 
     def _wires(self, findings: list[Finding] | None) -> None:
@@ -194,7 +193,7 @@ class Examination:
 
     def _left_s(self, membership: Membership) -> float:
         """Return the time left for collectives, the same on every rank."""
-        mine = 0.75 * BUDGET_S - (time.monotonic() - self._begun)
+        mine = 0.75 * self._options.budget_s - (time.monotonic() - self._begun)
         answers = membership.exchange("the time left", left=mine)
         return max(min(float(answer["left"]) for answer in answers), 3.0)
 

@@ -306,7 +306,7 @@ def _first(found: Measurements, causes: Sequence[Cause], alone: bool) -> str:
     if causes and causes[0].remedy:
         return causes[0].remedy
     if found.training is not None and found.training.gains:
-        return f"torchrun ... -m commopt run --strategy {found.training.gains[0].strategy} --report train.py"
+        return f"torchrun ... -m commopt run --strategy {found.training.gains[0].strategy} train.py"
     return ""
 
 

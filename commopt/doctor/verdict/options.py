@@ -7,7 +7,14 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from commopt.command_line import output_file, whole
+from commopt.command_line import number, output_file, whole
+
+BUDGET_S = 60.0
+
+
+def asked(options: argparse.Namespace) -> bool:
+    """Return whether links are to be measured: by --measure, or by what only a measurement can answer."""
+    return options.measure or any(getattr(options, name) is not None for name in ("model", "params", "script"))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,6 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=whole(1), metavar="N", help="samples of a rank (default: as published for the model, else 8)")
     script = "or record steps of this script, started with the arguments that follow"
     add("--script", nargs=argparse.REMAINDER, metavar="SCRIPT ARGS...", help=script)
+    budget = f"time for everything (default {BUDGET_S:g}); slow links get shorter messages"
+    add("--budget", dest="budget_s", type=number(5.0, 3600.0), default=BUDGET_S, metavar="SECONDS", help=budget)
     add("--save", type=output_file, metavar="FILE", help="write what was measured as JSON")
     add("--compare", type=Path, metavar="FILE", help="also print what changed since --save FILE")
 

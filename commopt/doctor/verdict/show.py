@@ -13,7 +13,7 @@ from commopt.doctor.verdict.judge import Row, Verdict, rate_text
 MOST_LINES = 25
 _MOST_ROWS, _MOST_CAUSES, _MOST_GAINS = 6, 2, 3
 _SENTENCE_LINES, _CAUSE_LINES, _OTHER_LINES = 3, 2, 1
-_LONGEST_NAME, _LONGEST_CELL = 30, 14
+_LONGEST_NAME, _LONGEST_CELL = 30, 15
 LEARNED = "docs/evidence/convergence.md"
 
 
@@ -60,6 +60,7 @@ def _fit(lines: Iterable[str]) -> list[str]:
 
 
 def _cut(text: str, width: int) -> str:
+    text = text.replace("\n", " ")
     return text if len(text) <= width else text[: width - 3].rstrip() + "..."
 
 
@@ -67,7 +68,7 @@ def _clipped(text: str, most: int, first: str = "", rest: str = "") -> list[str]
     """Return a text in at most `most` lines; what does not fit ends in dots."""
     lines = wrap(" ".join(text.split()), WIDTH, initial_indent=first, subsequent_indent=rest)
     if len(lines) > most:
-        lines = [*lines[: most - 1], _cut(lines[most - 1] + " ....", WIDTH)[: WIDTH - 3].rstrip(" .") + "..."]
+        lines = [*lines[: most - 1], lines[most - 1][: WIDTH - 3].rstrip(" .") + "..."]
     return lines
 
 
@@ -134,7 +135,9 @@ def _endings(verdict: Verdict) -> list[str]:
         lines.append(f"Steps to a loss, over those of exact averages: {LEARNED}")
     if verdict.first:
         again = bool(verdict.causes) and verdict.first == verdict.causes[0].remedy
-        lines.append(_cut(f"Try first: {'the command of 1, and measure again' if again else verdict.first}", WIDTH))
+        text = "the command of 1, and measure again" if again else verdict.first
+        one_line = len(text) <= WIDTH - len("Try first: ")
+        lines += [f"Try first: {text}"] if one_line else ["Try first:", _cut(f"  {text}", WIDTH)]
     if verdict.not_expected:
         lines += _clipped(f"Do not expect {verdict.not_expected}.", 2)
     for note in verdict.notes[:2]:
