@@ -93,7 +93,7 @@ def test_loopback_by_host_name_is_no_measurement_and_names_the_interface() -> No
     verdict = judge(replace(HEALTHY, wires=wires, levels=(), problems=(silent,)))
     assert verdict.status == NOT_MEASURED
     assert "127.0.1.1 of rank 0" in verdict.sentence
-    assert "loopback" in verdict.sentence
+    assert "loopback is offered" in verdict.sentence
     assert verdict.first == "export GLOO_SOCKET_IFNAME=eth0"
 
 

@@ -116,8 +116,7 @@ def test_a_host_name_that_means_loopback_is_no_measurement_and_is_named() -> Non
             hosts.write_text(f"127.0.1.1 {socket.gethostname()}\n{hosts.read_text()}")
         result = measured(cluster, env={"GLOO_SOCKET_IFNAME": ""})
     assert result.returncode == NOT_MEASURED, result.stdout + result.stderr[-2000:]
-    assert sentence(result).startswith("Could not measure: other nodes get no answer")
-    assert "127.0.1.1" in sentence(result)
+    assert sentence(result).startswith("Could not measure: loopback is offered to other nodes")
     assert "$ export GLOO_SOCKET_IFNAME=eth0" in result.stdout
 
 

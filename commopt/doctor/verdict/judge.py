@@ -109,12 +109,11 @@ def _silent(found: Measurements) -> Cause | None:
     if problem is None or found.levels:
         return None
     best = _best_interface(found)
-    loopback = "loopback" if "127." in problem.value or "::1" in problem.value else ""
-    named = " (loopback, which leads to no other node)" if loopback else ""
+    where = problem.value.partition("; ")[0]
+    loopback = where.startswith(("127.", "::1"))
+    text = f"{'loopback is' if loopback else 'an address is'} offered to other nodes, which get no answer: {where}"
     remedy = f"export {_variable(found)}={best}" if best else problem.remedy.partition(";")[0]
-    return Cause(
-        float("inf"), f"other nodes get no answer at an address that is offered: {problem.value}{named}", remedy
-    )
+    return Cause(float("inf"), text, remedy)
 
 
 def _causes(found: Measurements) -> Iterator[Cause]:

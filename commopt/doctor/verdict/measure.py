@@ -171,9 +171,7 @@ class CollectiveProber:
             share_us = left_us / (len(tasks) - place)
             points: list[tuple[int, float]] = []
             for nbytes in _distinct(self._work_sizes, task.least_nbytes):
-                repeats = _affordable(points, nbytes, share_us)
-                if repeats is None:
-                    break
+                repeats = _affordable(points, nbytes, share_us) or _LEAST
                 taken = self._timer.time(partial(task.prepare, nbytes // 4, self._timer.device), repeats)
                 points.append((nbytes, taken.time_us))
                 left_us -= taken.spent_us

@@ -73,7 +73,7 @@ class _Recording(Models):
 
 
 def record(words: Sequence[str], found: Found, budget_s: float, say: Say) -> None:
-    """Run a script until enough steps were recorded, or the time is over; collective. Leaves its process group as the script made it.
+    """Run a script until enough steps were recorded, or the time is over; collective. Its process group stays.
 
     Raises ConfigurationError if it trains no DDP model for LEAST_STEPS steps.
     """

@@ -13,7 +13,7 @@ from commopt.doctor.verdict.judge import Row, Verdict, rate_text
 MOST_LINES = 25
 _MOST_ROWS, _MOST_CAUSES, _MOST_GAINS = 6, 2, 3
 _SENTENCE_LINES, _CAUSE_LINES, _OTHER_LINES = 3, 2, 1
-_LONGEST_NAME, _LONGEST_CELL = 30, 15
+_LONGEST_NAME, _LONGEST_CELL = 29, 15
 LEARNED = "docs/evidence/convergence.md"
 
 
