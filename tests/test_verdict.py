@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from commopt.doctor.verdict.facts import Gain, Level, Measurements, Pace, Problem, Training, Wire
+from commopt.doctor.verdict.facts import Gain, Level, Measurements, Pace, Problem, Training, InterfaceRates
 from commopt.doctor.verdict.judge import AS_IT_SHOULD_BE, NOT_MEASURED, SLOWER, judge
 from commopt.doctor.verdict.show import MOST_LINES, changes, lines_of
 from commopt.errors import ConfigurationError
@@ -19,8 +19,8 @@ from commopt.errors import ConfigurationError
 NODES = ("node0", "node1", "node2")
 
 
-def wire(node: str, gbps: float = 9.4, interface: str = "eth0", used: bool = True) -> Wire:
-    return Wire(node, interface, used, 2, gbps, gbps, gbps, 100.0, 10.0, "the adapter's speed")
+def wire(node: str, gbps: float = 9.4, interface: str = "eth0", used: bool = True) -> InterfaceRates:
+    return InterfaceRates(node, interface, used, 2, gbps, gbps, gbps, 100.0, 10.0, "the adapter's speed")
 
 
 def level(gbps: float = 9.0) -> Level:
@@ -173,7 +173,7 @@ def made_up(draw: random.Random) -> Measurements:
 
     nodes = tuple(name() for _ in range(draw.randint(1, 12)))
     wires = tuple(
-        Wire(
+        InterfaceRates(
             node, interface, used, 3, perhaps(rate()), perhaps(rate()), perhaps(rate()), None, perhaps(rate()), name(40)
         )
         for node in nodes
@@ -215,7 +215,7 @@ def test_any_verdict_fits_a_small_terminal(seed: int) -> None:
         assert all(len(line) <= 80 and "\n" not in line for line in (*lines, *changes(found, before))), lines
         assert verdict.status in (AS_IT_SHOULD_BE, SLOWER, NOT_MEASURED)
         begins = ("As it should be: ", "Slower than it should be: ", "Could not measure: ")
-        assert lines[0].startswith(begins[verdict.status])
+        assert lines[0].startswith(begins[verdict.status].rstrip())
         assert [cause.weight for cause in verdict.causes] == sorted((c.weight for c in verdict.causes), reverse=True)
         json.dumps(verdict.as_document())
 

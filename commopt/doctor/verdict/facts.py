@@ -16,7 +16,7 @@ FORMAT = 1
 
 
 @dataclass(frozen=True)
-class Wire:
+class InterfaceRates:
     """One interface of a node, by plain TCP connections to the other nodes at the same interface.
 
     Rates are Gb/s of payload; None where no other node was reached. The best of several partners counts, so a node that
@@ -152,7 +152,7 @@ class Measurements:
     nodes: tuple[str, ...]
     ranks: tuple[int, ...]
     backend: str = "gloo"
-    wires: tuple[Wire, ...] = ()
+    wires: tuple[InterfaceRates, ...] = ()
     levels: tuple[Level, ...] = ()
     paces: tuple[Pace, ...] = ()
     problems: tuple[Problem, ...] = ()
@@ -161,7 +161,7 @@ class Measurements:
     date: str = ""
 
     @property
-    def used(self) -> tuple[Wire, ...]:
+    def used(self) -> tuple[InterfaceRates, ...]:
         """The interfaces that the library uses."""
         return tuple(wire for wire in self.wires if wire.used)
 

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from commopt.display import significant
-from commopt.doctor.verdict.facts import Level, Measurements, Training, Wire, median_of_others
+from commopt.doctor.verdict.facts import Level, Measurements, Training, InterfaceRates, median_of_others
 from commopt.doctor.verdict.wires import CONNECTIONS
 
 AS_IT_SHOULD_BE, SLOWER, NOT_MEASURED = 0, 1, 2
@@ -134,14 +134,14 @@ def _variable(found: Measurements) -> str:
     return "NCCL_SOCKET_IFNAME" if found.backend == "nccl" else "GLOO_SOCKET_IFNAME"
 
 
-def _slowest(wires: Sequence[Wire]) -> float | None:
+def _slowest(wires: Sequence[InterfaceRates]) -> float | None:
     rates = [wire.gbps for wire in wires]
     return None if not rates or None in rates else min(rate for rate in rates if rate is not None)
 
 
 def _by_interface(found: Measurements) -> dict[str, float]:
     """Return the rate of the slowest node of each interface that all nodes have."""
-    names: dict[str, list[Wire]] = {}
+    names: dict[str, list[InterfaceRates]] = {}
     for wire in found.wires:
         names.setdefault(wire.interface, []).append(wire)
     rates = {name: _slowest(wires) for name, wires in names.items() if len(wires) == len(found.nodes)}
@@ -197,7 +197,7 @@ def _slow_wires(found: Measurements) -> Iterator[Cause]:
     yield Cause(expected / max(rate, 1e-9), text, remedy)
 
 
-def _is_slow(wire: Wire) -> bool:
+def _is_slow(wire: InterfaceRates) -> bool:
     return wire.gbps is not None and wire.expected_gbps is not None and wire.gbps < LEAST_SHARE * wire.expected_gbps
 
 

@@ -16,7 +16,7 @@ import torch
 from commopt.cost import Curve, LinkKey, Links, WorkKey
 from commopt.cost.links import PRIMITIVES, ring
 from commopt.doctor.machine import Machine
-from commopt.doctor.verdict.facts import Level, Measurements, Pace, Wire
+from commopt.doctor.verdict.facts import Level, Measurements, Pace, InterfaceRates
 from commopt.groups import Membership
 from commopt.probe.collectives import COLLECTIVES, Collective
 from commopt.probe.operations import ConcurrentGroups, TimedWork, call_of, groups_of
@@ -264,7 +264,9 @@ def levels_of(links: Links) -> tuple[Level, ...]:
     )
 
 
-def with_expected(levels: Sequence[Level], wires: Sequence[Wire], machine: Machine, gpus: bool) -> tuple[Level, ...]:
+def with_expected(
+    levels: Sequence[Level], wires: Sequence[InterfaceRates], machine: Machine, gpus: bool
+) -> tuple[Level, ...]:
     """Return the levels beside what they should reach: RDMA ports or the slowest used interface; NVLink or PCIe."""
     stated = [wire.expected_gbps for wire in wires if wire.used]
     known = [gbps for gbps in stated if gbps is not None]

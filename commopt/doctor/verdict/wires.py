@@ -18,7 +18,7 @@ from commopt.doctor.compare import ipv4_of, listener, own_offers
 from commopt.doctor.machine import Machine
 from commopt.doctor.network import candidates
 from commopt.doctor.verdict.expected import interface_rate
-from commopt.doctor.verdict.facts import Wire
+from commopt.doctor.verdict.facts import InterfaceRates
 
 CONNECTIONS = 4
 MOST_PARTNERS, MOST_INTERFACES = 3, 4
@@ -165,7 +165,7 @@ def _nodes(answers: Sequence[Mapping[str, Any]]) -> list[_Node]:
 
 def measure_wires(
     endpoints: Sequence[Endpoint], name: str, key: str, rank: int, exchange: Exchange, say: Say
-) -> tuple[Wire, ...]:
+) -> tuple[InterfaceRates, ...]:
     """Return all interfaces of all nodes, the same on every rank; collective. Only a node's first rank sends.
 
     In a round each node sends to another one and receives from a third, so all are measured at once.
@@ -230,7 +230,7 @@ def _round(nodes: Sequence[_Node], mine: int, slot: int, shift: int, count: int,
 
 def _wires(
     nodes: Sequence[_Node], rounds: Sequence[tuple[int, int, int]], results: Sequence[Mapping[str, Any]]
-) -> tuple[Wire, ...]:
+) -> tuple[InterfaceRates, ...]:
     rates: dict[tuple[int, str, int, str], list[float]] = {}  # node, interface, connections, direction
     for number, (slot, shift, count) in enumerate(rounds):
         for place in range(len(nodes)):
@@ -255,7 +255,7 @@ def _wires(
             both = [each for each in several if each is not None]
             latency = latencies.get(str(slot))
             found.append(
-                Wire(
+                InterfaceRates(
                     node.name,
                     one.interface,
                     one.used,
