@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from commopt.doctor.verdict.facts import Gain, Level, Measurements, Pace, Problem, Training, InterfaceRates
+from commopt.doctor.verdict.facts import Gain, InterfaceRates, Level, Measurements, Pace, Problem, Training
 from commopt.doctor.verdict.judge import AS_IT_SHOULD_BE, NOT_MEASURED, SLOWER, judge
 from commopt.doctor.verdict.show import MOST_LINES, changes, lines_of
 from commopt.errors import ConfigurationError

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from commopt.display import significant
-from commopt.doctor.verdict.facts import Level, Measurements, Training, InterfaceRates, median_of_others
+from commopt.doctor.verdict.facts import InterfaceRates, Level, Measurements, Training, median_of_others
 from commopt.doctor.verdict.wires import CONNECTIONS
 
 AS_IT_SHOULD_BE, SLOWER, NOT_MEASURED = 0, 1, 2

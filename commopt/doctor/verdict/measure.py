@@ -16,7 +16,7 @@ import torch
 from commopt.cost import Curve, LinkKey, Links, WorkKey
 from commopt.cost.links import PRIMITIVES, ring
 from commopt.doctor.machine import Machine
-from commopt.doctor.verdict.facts import Level, Measurements, Pace, InterfaceRates
+from commopt.doctor.verdict.facts import InterfaceRates, Level, Measurements, Pace
 from commopt.groups import Membership
 from commopt.probe.collectives import COLLECTIVES, Collective
 from commopt.probe.operations import ConcurrentGroups, TimedWork, call_of, groups_of

@@ -135,7 +135,7 @@ def _endings(verdict: Verdict) -> list[str]:
         lines.append(f"Steps to a loss, over those of exact averages: {LEARNED}")
     if verdict.first:
         again = bool(verdict.causes) and verdict.first == verdict.causes[0].remedy
-        text = "the command of 1, and measure again" if again else verdict.first
+        text = "the command of 1, and measure again" if again else " ".join(verdict.first.split())
         one_line = len(text) <= WIDTH - len("Try first: ")
         lines += [f"Try first: {text}"] if one_line else ["Try first:", _cut(f"  {text}", WIDTH)]
     if verdict.not_expected:
