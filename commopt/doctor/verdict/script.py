@@ -61,6 +61,16 @@ class _Recording(Models):
             self._read(state, model)
             raise Enough
 
+    def average(self) -> None:
+        """Read what was recorded before the script ends its process group, and end it here if that is enough."""
+        for state in (each() for each in self._states):
+            model = None if state is None else state._registration.model()
+            if state is None or model is None or not state.membership.alive:
+                continue
+            if state._registration.steps >= LEAST_STEPS:
+                self._read(state, model)
+                raise Enough
+
     def _state_of(self, model: TorchDDP) -> CommState | None:
         states = (each() for each in self._states)
         return next((one for one in states if one is not None and one._registration.model() is model), None)
@@ -82,8 +92,11 @@ def record(words: Sequence[str], found: Found, budget_s: float, say: Say) -> Non
     script.require_there()
     say(f"steps of {Path(script.target).name}")
     try:
-        with watching(_Recording(found, budget_s)):
-            script.run()
+        recording = _Recording(found, budget_s)
+        with watching(recording):
+            made = script.run()  # holds its models
+        recording.average()
+        del made
     except Enough:
         return
     raise ConfigurationError(
