@@ -156,6 +156,13 @@ def test_what_a_strategy_saves_and_does_to_learning_is_shown_with_its_source() -
     assert "more than 2.5 times the speed" in text
 
 
+def test_a_strategy_that_learns_slower_is_shown_and_not_the_one_to_try_first() -> None:
+    gains = (Gain("onebit_local", 250.0, False, (None, 1.26)), *TRAINING.gains)
+    verdict = judge(replace(HEALTHY, training=replace(TRAINING, gains=gains)))
+    assert "--strategy hierarchical_bf16 " in verdict.first
+    assert any(line.startswith("onebit_local") for line in lines_of(verdict))
+
+
 # ------------------------------------------------------------------------------ made-up measurements
 
 

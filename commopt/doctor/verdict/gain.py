@@ -39,7 +39,7 @@ _WIDEST = 8192
 
 def sized_model(numel: int) -> Model:
     """Return a model like a transformer of that many parameters: equal matrices, TOKENS tokens in a sample."""
-    layers = max(12, ceil(numel / _WIDEST**2))
+    layers = min(max(12, ceil(numel / _WIDEST**2)), numel)
     side = max(isqrt(numel // layers), 1)
     rest = numel - layers * side**2
     shapes = [(side, side)] * layers + ([(rest,)] if rest else [])

@@ -9,8 +9,9 @@ from statistics import median
 from typing import Any
 
 from commopt.display import significant
-from commopt.doctor.verdict.facts import InterfaceRates, Level, Measurements, Training, median_of_others
+from commopt.doctor.verdict.facts import Gain, InterfaceRates, Level, Measurements, Training, median_of_others
 from commopt.doctor.verdict.wires import CONNECTIONS
+from commopt.schedule.learning import MOST_STEPS
 
 AS_IT_SHOULD_BE, SLOWER, NOT_MEASURED = 0, 1, 2
 """Exit statuses."""
@@ -305,8 +306,14 @@ def _first(found: Measurements, causes: Sequence[Cause], alone: bool) -> str:
     if causes and causes[0].remedy:
         return causes[0].remedy
     if found.training is not None and found.training.gains:
-        return f"torchrun ... -m commopt run --strategy {found.training.gains[0].strategy} train.py"
+        return f"torchrun ... -m commopt run --strategy {_tried_first(found.training.gains)} train.py"
     return ""
+
+
+def _tried_first(gains: Sequence[Gain]) -> str:
+    """Return the best strategy that has learned in as many steps as exact averages, or else the best."""
+    safe = (gain for gain in gains if all(steps is not None and steps <= MOST_STEPS for steps in gain.steps))
+    return next(safe, gains[0]).strategy
 
 
 def _not_expected(found: Measurements, status: int) -> str:
