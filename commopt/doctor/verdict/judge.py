@@ -98,9 +98,9 @@ def judge(found: Measurements) -> Verdict:
 
 
 def _at_least(wire: InterfaceRates, found: Measurements) -> InterfaceRates:
-    """Return the rates of an interface, no lower than what collectives got through it: a short test is easily disturbed.
+    """Return the rates of an interface, no lower than what collectives got through it.
 
-    All nodes take part in these, so each carries what they reach; where nodes are unequal, that is not known.
+    A short test is easily disturbed. All nodes take part in collectives, so each carries what they reach; where nodes are unequal, that is not known.
     """
     level = _across(found)
     if not wire.used or level is None or len(set(found.ranks)) > 1:
@@ -143,8 +143,7 @@ def _causes(found: Measurements) -> Iterator[Cause]:
     yield from slow_nodes
     if other is None and not slow_nodes:
         yield from _slow_wires(found)
-    yield from _one_connection(found)
-    yield from _slow_collectives(found)
+    yield from list(_one_connection(found)) or _slow_collectives(found)
     yield from _slow_ranks(found)
     yield from _late_rank(found)
 
