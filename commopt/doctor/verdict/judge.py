@@ -100,7 +100,8 @@ def judge(found: Measurements) -> Verdict:
 def _at_least(wire: InterfaceRates, found: Measurements) -> InterfaceRates:
     """Return the rates of an interface, no lower than what collectives got through it.
 
-    A short test is easily disturbed. All nodes take part in collectives, so each carries what they reach; where nodes are unequal, that is not known.
+    A short test is easily disturbed. All nodes take part in collectives, so each carries what they reach; where nodes
+    are unequal, that is not known.
     """
     level = _across(found)
     if not wire.used or level is None or len(set(found.ranks)) > 1:
