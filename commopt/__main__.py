@@ -15,7 +15,7 @@ from commopt.version import __version__, revision
 COMMANDS = {
     "bandwidth": "time collectives, as nccl-tests does",
     "cluster": "run a script on emulated nodes on this machine",
-    "doctor": "find the causes of slow communication",
+    "doctor": "find the causes of slow communication, and measure every link",
     "probe": "measure the cost of messages and compression",
     "run": "train with a strategy, without changes to the script",
     "scheduler": "let a parameter server and its workers find each other",

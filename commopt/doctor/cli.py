@@ -21,6 +21,7 @@ from commopt.doctor.compare import gather, rank_facts
 from commopt.doctor.finding import FINE, Finding, Severity, exit_status
 from commopt.doctor.log_findings import examine
 from commopt.doctor.log_reader import LOG_VARIABLES, read_logs
+from commopt.doctor.verdict import options as verdict_options
 from commopt.errors import ConfigurationError, MismatchError
 from topology.cluster import read_host_identity
 
@@ -61,10 +62,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--log", type=Path, nargs="+", metavar="FILE|FOLDER", help=logs)
     flights = "who is missing in which operation: flight records of commopt, dumps of torch's flight recorder, logs"
     parser.add_argument("--flight", type=Path, nargs="+", metavar="FILE|FOLDER", help=flights)
+    verdict_options.add_arguments(parser)
 
 
 def run(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> int:
     """Examine, print, and return the exit status."""
+    if verdict_options.asked(options):
+        from commopt.doctor.verdict.command import run as measure  # measuring needs torch, the checks do not
+
+        return measure(options, environ)
     try:
         findings = _findings(options, environ)
     except (ConfigurationError, MismatchError, OSError) as error:

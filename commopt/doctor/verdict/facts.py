@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `commopt doctor --measure` measured, as plain data: the only input of the judgement."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from commopt.document import load, one_line_each, read_as, read_text
+from commopt.errors import ConfigurationError
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class InterfaceRates:
+    """One interface of a node, by plain TCP connections to the other nodes at the same interface.
+
+    Rates are Gb/s of payload; None where no other node was reached. The best of several partners counts, so a node that
+    is fast itself does not look slow beside a slow one.
+
+    used: whether gloo or NCCL sends through it.
+    partners: other nodes that were tried.
+    send_gbps, receive_gbps: with one connection, in both directions at once.
+    several_gbps: the lower of both directions with `connections`.
+    latency_us: of a connection's round trip.
+    expected_gbps, source: what it should carry, and who says so; None where nobody does.
+    """
+
+    node: str
+    interface: str
+    used: bool
+    partners: int
+    send_gbps: float | None
+    receive_gbps: float | None
+    several_gbps: float | None = None
+    latency_us: float | None = None
+    expected_gbps: float | None = None
+    source: str = ""
+
+    @property
+    def one_gbps(self) -> float | None:
+        """The lower of both directions with one connection."""
+        if self.send_gbps is None or self.receive_gbps is None:
+            return None
+        return min(self.send_gbps, self.receive_gbps)
+
+    @property
+    def gbps(self) -> float | None:
+        """The rate of the interface, however many connections it takes."""
+        return max((each for each in (self.one_gbps, self.several_gbps) if each is not None), default=None)
+
+
+@dataclass(frozen=True)
+class Level:
+    """Collectives of one level: "intra" inside a node, "inter" or "world" between nodes.
+
+    rates: Gb/s by collective, at the largest message: of a node's link to others, or of a rank's inside a node.
+    latency_us: of the shortest all_reduce.
+    """
+
+    level: str
+    ranks: int
+    rates: tuple[tuple[str, float], ...]
+    latency_us: float
+    expected_gbps: float | None = None
+    source: str = ""
+
+    @property
+    def between_nodes(self) -> bool:
+        """Whether its messages leave a node."""
+        return self.level != "intra"
+
+    @property
+    def best_gbps(self) -> float:
+        """The rate of the fastest collective."""
+        return max((gbps for _, gbps in self.rates), default=0.0)
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Matrix products of one rank by itself, in TFLOP/s."""
+
+    rank: int
+    node: str
+    tflops: float
+
+
+@dataclass(frozen=True)
+class Gain:
+    """One strategy on the model, predicted from the measured links.
+
+    step_ms: of a step.
+    steps: that it needs to a loss over those of exact averages, with SGD and with AdamW; None: nobody measured.
+    """
+
+    strategy: str
+    step_ms: float
+    exact: bool
+    steps: tuple[float | None, float | None] = (None, None)
+
+
+@dataclass(frozen=True)
+class Training:
+    """A step of the model with stock DDP.
+
+    recorded: whether the step was recorded in the script; predicted otherwise.
+    late_rank, late_ms: the rank that delays the others most, and by how much; -1 for none.
+    gains: the best strategies, the best first.
+    note: what the time of computation rests on.
+    """
+
+    name: str
+    recorded: bool
+    step_ms: float
+    compute_ms: float
+    exposed_ms: float
+    late_rank: int = -1
+    late_ms: float = 0.0
+    gains: tuple[Gain, ...] = ()
+    note: str = ""
+
+    @property
+    def exposed_share(self) -> float:
+        """The part of a step in which nothing but communication goes on."""
+        return self.exposed_ms / self.step_ms if self.step_ms > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A finding of the checks that matters for the verdict: an error or a warning."""
+
+    check: str
+    severity: str
+    value: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """Everything that was measured.
+
+    nodes: names of the nodes; "" for none.
+    ranks: on each node.
+    backend: "gloo" or "nccl".
+    unmeasured: why something is missing, "" if nothing is.
+    """
+
+    nodes: tuple[str, ...]
+    ranks: tuple[int, ...]
+    backend: str = "gloo"
+    wires: tuple[InterfaceRates, ...] = ()
+    levels: tuple[Level, ...] = ()
+    paces: tuple[Pace, ...] = ()
+    problems: tuple[Problem, ...] = ()
+    training: Training | None = None
+    unmeasured: str = ""
+    date: str = ""
+
+    @property
+    def used(self) -> tuple[InterfaceRates, ...]:
+        """The interfaces that the library uses."""
+        return tuple(wire for wire in self.wires if wire.used)
+
+    def node_of(self, rank: int) -> str:
+        """Return the node of a rank, with ranks in the order of nodes unless paces say otherwise."""
+        return next((pace.node for pace in self.paces if pace.rank == rank), "")
+
+    def as_document(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return {"format": FORMAT, **asdict(self)}
+
+    def save(self, path: str | Path) -> None:
+        """Write a JSON file for `load`."""
+        Path(path).write_text(one_line_each(self.as_document()))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Measurements:
+        """Read a file of `save`. Raises ConfigurationError, naming the fault, for anything else."""
+        try:
+            found: Measurements = read_as(cls, load(read_text(path), "the file", FORMAT), "measurements")
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{path}: {error}; measure again with --save") from None
+        return found
+
+
+def median_of_others(values: Mapping[str, float], name: str) -> float | None:
+    """Return the median of all values but one; None where there is no other."""
+    others = [value for each, value in values.items() if each != name]
+    return median(others) if others else None

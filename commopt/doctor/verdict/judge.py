@@ -1,0 +1,387 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From measurements to a verdict: a pure function, which needs no network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import median
+from typing import Any
+
+from commopt.display import significant
+from commopt.doctor.verdict.facts import Gain, InterfaceRates, Level, Measurements, Training, median_of_others
+from commopt.doctor.verdict.wires import CONNECTIONS
+from commopt.schedule.learning import MOST_STEPS
+
+AS_IT_SHOULD_BE, SLOWER, NOT_MEASURED = 0, 1, 2
+"""Exit statuses."""
+
+LEAST_SHARE = 0.6
+"""Of what a link should carry; TCP on a healthy network reaches more."""
+LEAST_OF_TCP = 0.4
+"""What collectives should reach of what plain TCP carries on the same interface."""
+UNEQUAL = 0.67
+"""Of the others' median: below it a node or a rank is called slow."""
+MORE = 1.5
+"""How much faster another interface, or several connections, must be to be worth a change."""
+LATE_SHARE = 0.05
+"""Of a step: by how much a rank must delay the others to be named."""
+
+FINE, SLOW = "as it should be", "slow"
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why something is slow.
+
+    weight: how many times slower than it should be.
+    text: a sentence.
+    remedy: a command that can be pasted, or "".
+    """
+
+    weight: float
+    text: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One link in the table."""
+
+    link: str
+    measured: str
+    should_be: str
+    verdict: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result: `status` is the exit status."""
+
+    status: int
+    sentence: str
+    rows: tuple[Row, ...]
+    causes: tuple[Cause, ...]
+    first: str
+    not_expected: str
+    training: Training | None = None
+    notes: tuple[str, ...] = ()
+
+    def as_document(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return asdict(self)
+
+
+def judge(found: Measurements) -> Verdict:
+    """Return the verdict on measurements: causes by weight, what to try first, and what not to expect."""
+    found = replace(found, wires=tuple(_at_least(wire, found) for wire in found.wires))
+    causes = tuple(sorted(_causes(found), key=lambda cause: -cause.weight))
+    measured = bool(found.levels) or any(wire.gbps is not None for wire in found.wires)
+    silent = _silent(found)
+    if silent is not None:
+        causes = (silent, *causes)
+    alone = sum(found.ranks) < 2
+    if alone or silent is not None or not measured:
+        status = NOT_MEASURED
+    else:
+        status = SLOWER if causes else NOT_MEASURED if found.unmeasured else AS_IT_SHOULD_BE
+    return Verdict(
+        status,
+        _sentence(found, status, causes, alone),
+        tuple(_rows(found)),
+        causes,
+        _first(found, causes, alone),
+        _not_expected(found, status),
+        found.training,
+        tuple(_notes(found)),
+    )
+
+
+def _at_least(wire: InterfaceRates, found: Measurements) -> InterfaceRates:
+    """Return the rates of an interface, no lower than what collectives got through it.
+
+    A short test is easily disturbed. All nodes take part in collectives, so each carries what they reach; where nodes
+    are unequal, that is not known.
+    """
+    level = _across(found)
+    if not wire.used or level is None or len(set(found.ranks)) > 1:
+        return wire
+    reached = level.best_gbps
+    more = {
+        name: max(rate, reached)
+        for name in ("send_gbps", "receive_gbps", "several_gbps")
+        if (rate := getattr(wire, name)) is not None
+    }
+    return replace(wire, **more)
+
+
+def rate_text(gbps: float) -> str:
+    """Return a rate with its unit."""
+    return f"{significant(gbps)} Gb/s" if gbps >= 1 else f"{significant(gbps * 1e3)} Mb/s"
+
+
+# -------------------------------------------------------------------------------------------- causes
+
+
+def _silent(found: Measurements) -> Cause | None:
+    """Return why ranks cannot meet at all."""
+    problem = next((one for one in found.problems if one.check == "nodes-reach" and one.severity == "error"), None)
+    if problem is None or found.levels:
+        return None
+    best = _best_interface(found)
+    where = problem.value.partition("; ")[0]
+    loopback = where.startswith(("127.", "::1"))
+    text = f"{'loopback is' if loopback else 'an address is'} offered to other nodes, which get no answer: {where}"
+    remedy = f"export {_variable(found)}={best}" if best else problem.remedy.partition(";")[0]
+    return Cause(float("inf"), text, remedy)
+
+
+def _causes(found: Measurements) -> Iterator[Cause]:
+    other = _other_interface(found)
+    slow_nodes = list(_slow_nodes(found))
+    if other is not None:
+        yield other
+    yield from slow_nodes
+    if other is None and not slow_nodes:
+        yield from _slow_wires(found)
+    yield from list(_one_connection(found)) or _slow_collectives(found)
+    yield from _slow_ranks(found)
+    yield from _late_rank(found)
+
+
+def _variable(found: Measurements) -> str:
+    return "NCCL_SOCKET_IFNAME" if found.backend == "nccl" else "GLOO_SOCKET_IFNAME"
+
+
+def _slowest(wires: Sequence[InterfaceRates]) -> float | None:
+    rates = [wire.gbps for wire in wires]
+    return None if not rates or None in rates else min(rate for rate in rates if rate is not None)
+
+
+def _by_interface(found: Measurements) -> dict[str, float]:
+    """Return the rate of the slowest node of each interface that all nodes have."""
+    names: dict[str, list[InterfaceRates]] = {}
+    for wire in found.wires:
+        names.setdefault(wire.interface, []).append(wire)
+    rates = {name: _slowest(wires) for name, wires in names.items() if len(wires) == len(found.nodes)}
+    return {name: rate for name, rate in rates.items() if rate is not None}
+
+
+def _best_interface(found: Measurements) -> str | None:
+    rates = _by_interface(found)
+    return max(rates, key=lambda name: rates[name], default=None)
+
+
+def _other_interface(found: Measurements) -> Cause | None:
+    rates, used, best = _by_interface(found), _slowest(found.used), _best_interface(found)
+    if used is None or best is None or best in {wire.interface for wire in found.used}:
+        return None
+    if rates[best] < MORE * max(used, 1e-9):
+        return None
+    name = "NCCL" if found.backend == "nccl" else "gloo"
+    shown = found.used[0].interface
+    text = f"{name} uses {shown} ({rate_text(used)}); {best} carries {rate_text(rates[best])} between the same nodes"
+    sign = "=" if found.backend == "nccl" else ""
+    return Cause(rates[best] / max(used, 1e-9), text, f"export {_variable(found)}={sign}{best}")
+
+
+def _slow_nodes(found: Measurements) -> Iterator[Cause]:
+    """Nodes slower than the others; of two nodes neither is known to be."""
+    rates = {wire.node: wire.gbps for wire in found.used}
+    known = {name: rate for name, rate in rates.items() if rate is not None}
+    if len(known) < 3:
+        return
+    for name, rate in known.items():
+        others = median_of_others(known, name)
+        if others is not None and rate < UNEQUAL * others:
+            interface = next(wire.interface for wire in found.used if wire.node == name)
+            text = (
+                f"{name} carries {rate_text(rate)} over {interface}, the other nodes {rate_text(others)}, and all wait"
+            )
+            remedy = f"ethtool {interface}   # on {name}: cable, port, other programs"
+            yield Cause(others / max(rate, 1e-9), text, remedy)
+
+
+def _slow_wires(found: Measurements) -> Iterator[Cause]:
+    slow = [wire for wire in found.used if _is_slow(wire)]
+    if not slow:
+        return
+    worst = min(slow, key=lambda wire: (wire.gbps or 0.0) / (wire.expected_gbps or 1.0))
+    rate, expected = worst.gbps or 0.0, worst.expected_gbps or 0.0
+    where = "every node" if len(slow) == len(found.used) else " and ".join(wire.node for wire in slow[:2])
+    likely = [one for one in found.problems if one.check in ("mtu", "tcp-buffers", "nic-speed", "pcie-link", "sockets")]
+    reason = f"; likely: {likely[0].check} {likely[0].value}" if likely else "; others may share it"
+    text = f"{worst.interface} of {where} carries {rate_text(rate)} of {rate_text(expected)} ({worst.source}){reason}"
+    remedy = likely[0].remedy.partition(";")[0] if likely else f"ip -s link show {worst.interface}"
+    yield Cause(expected / max(rate, 1e-9), text, remedy)
+
+
+def _is_slow(wire: InterfaceRates) -> bool:
+    return wire.gbps is not None and wire.expected_gbps is not None and wire.gbps < LEAST_SHARE * wire.expected_gbps
+
+
+def _one_connection(found: Measurements) -> Iterator[Cause]:
+    gains = [
+        wire.several_gbps / wire.one_gbps for wire in found.used if wire.several_gbps is not None and wire.one_gbps
+    ]
+    if not gains or len(gains) < len(found.used) or min(gains) < MORE:
+        return
+    name = found.used[0].interface
+    nccl = found.backend == "nccl"
+    remedy = (
+        "export NCCL_SOCKET_NTHREADS=4 NCCL_NSOCKS_PERTHREAD=4"
+        if nccl
+        else f"export GLOO_SOCKET_IFNAME={','.join([name] * CONNECTIONS)}"
+    )
+    one = min(wire.one_gbps or 0.0 for wire in found.used)
+    text = (
+        f"{rate_text(one)} is reached over {name}, and {CONNECTIONS} connections carry {min(gains):.1f} times as much"
+    )
+    yield Cause(min(gains), text, remedy)
+
+
+def _across(found: Measurements) -> Level | None:
+    levels = [level for level in found.levels if level.between_nodes]
+    return max(levels, key=lambda level: level.best_gbps, default=None)
+
+
+def _slow_collectives(found: Measurements) -> Iterator[Cause]:
+    level, carried = _across(found), _slowest(found.used)
+    name = "NCCL" if found.backend == "nccl" else "gloo"
+    if level is not None and carried is not None and level.best_gbps < LEAST_OF_TCP * carried:
+        text = f"{name} reaches {rate_text(level.best_gbps)} between nodes where plain TCP carries {rate_text(carried)}"
+        remedy = "python -m commopt doctor --log nccl.*" if found.backend == "nccl" else ""
+        yield Cause(carried / max(level.best_gbps, 1e-9), text, remedy)
+    elif level is not None and not found.used and _below(level, LEAST_SHARE):
+        stated = level.expected_gbps or 0.0
+        text = f"{name} reaches {rate_text(level.best_gbps)} between nodes of {rate_text(stated)} ({level.source})"
+        yield Cause(stated / max(level.best_gbps, 1e-9), text, "python -m commopt doctor")
+    for inside in found.levels:
+        if not inside.between_nodes and _below(inside, LEAST_SHARE / 2):
+            stated = inside.expected_gbps or 0.0
+            text = f"ranks of a node reach {rate_text(inside.best_gbps)} of {rate_text(stated)} ({inside.source})"
+            weight = stated / max(inside.best_gbps, 1e-9)
+            yield Cause(weight, f"{text}: peer access may be off", "nvidia-smi topo -p2p n")
+
+
+def _below(level: Level, share: float) -> bool:
+    return level.expected_gbps is not None and level.best_gbps < share * level.expected_gbps
+
+
+def _slow_ranks(found: Measurements) -> Iterator[Cause]:
+    paces = {f"{pace.rank}": pace.tflops for pace in found.paces}
+    for pace in found.paces:
+        others = median_of_others(paces, str(pace.rank))
+        if others is not None and pace.tflops < UNEQUAL * others:
+            times = others / max(pace.tflops, 1e-9)
+            text = (
+                f"rank {pace.rank} on {pace.node} computes {times:.1f} times slower than the others, which wait for it"
+            )
+            gpu = "nvidia-smi -q -d PERFORMANCE,CLOCK" if found.backend == "nccl" else "top -b -n 1 | head -20"
+            yield Cause(times, text, f"{gpu}   # on {pace.node}")
+
+
+def _late_rank(found: Measurements) -> Iterator[Cause]:
+    one = found.training
+    if one is None or one.late_rank < 0 or one.late_ms < LATE_SHARE * one.step_ms:
+        return
+    node = found.node_of(one.late_rank)
+    where = f"rank {one.late_rank}" + (f" on {node}" if node else "")
+    text = (
+        f"{where} is ready {significant(one.late_ms)} ms after the others in a step of {significant(one.step_ms)} ms: "
+        "its data, its device or its model, not the network"
+    )
+    yield Cause(1 + one.late_ms / max(one.step_ms - one.late_ms, 1e-9), text, "py-spy top --pid PID   # of that rank")
+
+
+# ------------------------------------------------------------------------------------------ sentences
+
+
+def _shape(found: Measurements) -> str:
+    nodes, ranks = len(found.nodes), sum(found.ranks)
+    each = f" of {found.ranks[0]}" if len(set(found.ranks)) == 1 and found.ranks else ""
+    return f"{nodes} node{'s' * (nodes != 1)}{each}, {ranks} rank{'s' * (ranks != 1)}"
+
+
+def _sentence(found: Measurements, status: int, causes: Sequence[Cause], alone: bool) -> str:
+    if alone:
+        return "Could not measure: one rank has nobody to send to."
+    if status == NOT_MEASURED:
+        why = causes[0].text if causes else found.unmeasured or "no link was measured"
+        return f"Could not measure: {why}."
+    if status == SLOWER:
+        return f"Slower than it should be: {causes[0].text}."
+    level, carried = _across(found), _slowest(found.used)
+    if level is None:
+        return f"As it should be: {_shape(found)}."
+    rate = rate_text(level.best_gbps)
+    against = f" of {rate_text(level.expected_gbps)}" if level.expected_gbps else ""
+    tcp = f" (plain TCP: {rate_text(carried)})" if carried is not None and not against else ""
+    return f"As it should be: {_shape(found)}, {rate}{against} between nodes{tcp}."
+
+
+def _first(found: Measurements, causes: Sequence[Cause], alone: bool) -> str:
+    if alone:
+        return "torchrun --nproc-per-node 2 -m commopt doctor --measure"
+    if causes and causes[0].remedy:
+        return causes[0].remedy
+    if found.training is not None and found.training.gains:
+        return f"torchrun ... -m commopt run --strategy {_tried_first(found.training.gains)} train.py"
+    return ""
+
+
+def _tried_first(gains: Sequence[Gain]) -> str:
+    """Return the best strategy that has learned in as many steps as exact averages, or else the best."""
+    safe = (gain for gain in gains if all(steps is not None and steps <= MOST_STEPS for steps in gain.steps))
+    return next(safe, gains[0]).strategy
+
+
+def _not_expected(found: Measurements, status: int) -> str:
+    training = found.training
+    if training is None:
+        return "a model's step: pass --model NAME, --params N or --script train.py" if found.levels else ""
+    if not training.gains:
+        return f"a gain from another strategy: {training.exposed_share:.0%} of a step is all there is to win"
+    limit = training.step_ms / max(training.step_ms - training.exposed_ms, 1e-9)
+    more = " before the causes above are gone" if status == SLOWER else ""
+    return f"more than {limit:.2g} times the speed from any strategy{more}: the rest is not communication"
+
+
+def _notes(found: Measurements) -> Iterator[str]:
+    counts = {severity: sum(one.severity == severity for one in found.problems) for severity in ("error", "warning")}
+    if any(counts.values()):
+        told = " and ".join(f"{count} {name}(s)" for name, count in counts.items() if count)
+        yield f"The checks found {told}: python -m commopt doctor"
+    if found.unmeasured:
+        yield f"Not everything was measured: {found.unmeasured}."
+
+
+# ---------------------------------------------------------------------------------------------- table
+
+
+def _rows(found: Measurements) -> Iterator[Row]:
+    """Yield the table's rows, slow ones first."""
+    rows = [row for row in (*_level_rows(found), *_wire_rows(found))]
+    yield from sorted(rows, key=lambda row: row.verdict == FINE)
+
+
+def _level_rows(found: Measurements) -> Iterator[Row]:
+    slow = bool(list(_slow_collectives(found)))
+    for level in found.levels:
+        where = {"intra": "inside a node", "inter": "between nodes", "world": "all ranks"}.get(level.level, level.level)
+        for name, gbps in level.rates if level is _across(found) else [max(level.rates, key=lambda each: each[1])]:
+            should = rate_text(level.expected_gbps) if level.expected_gbps else "not known"
+            yield Row(f"{where}, {name}", rate_text(gbps), should, SLOW if slow and level.between_nodes else FINE)
+
+
+def _wire_rows(found: Measurements) -> Iterator[Row]:
+    rates = {wire.node: wire.gbps for wire in found.used if wire.gbps is not None}
+    middle = median(rates.values()) if len(rates) > 2 else None
+    for wire in found.wires:
+        name = f"{wire.node} {wire.interface}" + ("" if wire.used else " (not used)")
+        should = rate_text(wire.expected_gbps) if wire.expected_gbps else "not known"
+        if wire.gbps is None:
+            yield Row(name, "no answer", should, "not reached" if wire.used else "-")
+            continue
+        behind = wire.used and middle is not None and wire.gbps < UNEQUAL * middle
+        yield Row(name, rate_text(wire.gbps), should, SLOW if _is_slow(wire) or behind else FINE)
