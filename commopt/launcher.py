@@ -20,7 +20,7 @@ _TORCH = ("RANK", "WORLD_SIZE")
 
 
 @dataclass(frozen=True)
-class Ranks:
+class LaunchedRanks:
     """The place of this process among those that a launcher started.
 
     source: the launcher's name.
@@ -59,7 +59,7 @@ class Ranks:
         return f"ranks from {self.source}: {self.world_size}{local}{at}"
 
 
-def take_ranks(environ: MutableMapping[str, str] = os.environ, meets: bool = True) -> Ranks | None:
+def take_ranks(environ: MutableMapping[str, str] = os.environ, meets: bool = True) -> LaunchedRanks | None:
     """Set what torch's env:// rendezvous reads, where it is absent, as this process's launcher tells it.
 
     Returns the ranks; None for a process that no launcher started, or that it started alone. Call it before
@@ -75,8 +75,8 @@ def take_ranks(environ: MutableMapping[str, str] = os.environ, meets: bool = Tru
         return None
     if found.address is None and meets:
         raise ConfigurationError(
-            f"{_told(found, environ)}, and nothing tells where rank 0 is; export MASTER_ADDR, the host of rank 0, for all "
-            f"ranks (mpirun -x MASTER_ADDR=HOST, mpiexec -genv MASTER_ADDR HOST), or start them with torchrun"
+            f"{_told(found, environ)}, and nothing tells where rank 0 is; export MASTER_ADDR, the host of rank 0, for "
+            f"all ranks (mpirun -x MASTER_ADDR=HOST, mpiexec -genv MASTER_ADDR HOST), or start them with torchrun"
         )
     if found.rank == 0 and found.address is not None and "MASTER_ADDR" not in environ:
         _require_here(found.address, found)
@@ -85,10 +85,11 @@ def take_ranks(environ: MutableMapping[str, str] = os.environ, meets: bool = Tru
     return found
 
 
-def read_ranks(environ: Mapping[str, str]) -> Ranks | None:
+def read_ranks(environ: Mapping[str, str]) -> LaunchedRanks | None:
     """Return the ranks that the launchers' variables tell; None for a process alone.
 
-    Of launchers inside each other, as torchrun in srun, the innermost counts. Raises ConfigurationError as `take_ranks`.
+    Of launchers inside each other, as torchrun in srun, the innermost counts. Raises ConfigurationError as `take_ranks`
+    does.
     """
     found = [ranks for read in (_torch, _open_mpi, _pmi, _slurm) if (ranks := read(environ)) is not None]
     if not found:
@@ -113,7 +114,7 @@ def read_ranks(environ: Mapping[str, str]) -> Ranks | None:
 # ------------------------------------------------------------------------------------------ launchers
 
 
-def _torch(environ: Mapping[str, str]) -> Ranks | None:
+def _torch(environ: Mapping[str, str]) -> LaunchedRanks | None:
     """The variables of torch: torchrun's, or those that a script or another launcher has set for it."""
     if "RANK" not in environ or "WORLD_SIZE" not in environ:
         return None
@@ -128,21 +129,21 @@ def _torch(environ: Mapping[str, str]) -> Ranks | None:
     return replace(ranks, local_rank=rank, local_world_size=size, address=address, port=port)
 
 
-def _open_mpi(environ: Mapping[str, str]) -> Ranks | None:
+def _open_mpi(environ: Mapping[str, str]) -> LaunchedRanks | None:
     ranks = _numbered("Open MPI", ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), environ)
     job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid", "")
     local = ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
     return None if ranks is None else _placed(ranks, local, environ, job)
 
 
-def _pmi(environ: Mapping[str, str]) -> Ranks | None:
+def _pmi(environ: Mapping[str, str]) -> LaunchedRanks | None:
     """MPICH, Intel MPI and others whose processes are started by Hydra, or by Slurm's PMI."""
     ranks = _numbered("PMI", ("PMI_RANK", "PMI_SIZE"), environ)
     job = environ.get("PMI_JOBID") or environ.get("SLURM_JOB_ID", "")
     return None if ranks is None else _placed(ranks, ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"), environ, job)
 
 
-def _slurm(environ: Mapping[str, str]) -> Ranks | None:
+def _slurm(environ: Mapping[str, str]) -> LaunchedRanks | None:
     """The tasks of a step. A job script has SLURM_PROCID and SLURM_NTASKS as well, and is one process: no step."""
     of_steps = ("SLURM_STEP_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS")
     if "SLURM_PROCID" not in environ or not any(name in environ for name in of_steps):
@@ -168,7 +169,7 @@ def _slurm(environ: Mapping[str, str]) -> Ranks | None:
     )
 
 
-def _numbered(source: str, names: tuple[str, str], environ: Mapping[str, str]) -> Ranks | None:
+def _numbered(source: str, names: tuple[str, str], environ: Mapping[str, str]) -> LaunchedRanks | None:
     """Return the rank and the world size in two variables; None if there is neither."""
     there = [name for name in names if name in environ]
     if not there:
@@ -185,10 +186,10 @@ def _numbered(source: str, names: tuple[str, str], environ: Mapping[str, str]) -
             f"{names[0]}={rank} and {names[1]}={world_size}: ranks count from 0 to one less than their number; start "
             f"every rank with {source}, or unset both"
         )
-    return Ranks(source, names, rank, world_size)
+    return LaunchedRanks(source, names, rank, world_size)
 
 
-def _placed(ranks: Ranks, local: tuple[str, str], environ: Mapping[str, str], job: str) -> Ranks:
+def _placed(ranks: LaunchedRanks, local: tuple[str, str], environ: Mapping[str, str], job: str) -> LaunchedRanks:
     """Add the place on this machine, and the address if all ranks are on it, or if Slurm told mpirun the hosts."""
     rank, size = (_whole(name, environ) if name in environ else None for name in local)
     address = _LOOPBACK if size == ranks.world_size else first_host(environ.get("SLURM_JOB_NODELIST", ""))
@@ -230,7 +231,7 @@ def _whole(name: str, environ: Mapping[str, str]) -> int:
 # ------------------------------------------------------------------------------------------ two of them
 
 
-def _inside(inner: Ranks, outer: Ranks) -> bool:
+def _inside(inner: LaunchedRanks, outer: LaunchedRanks) -> bool:
     """Return whether the ranks can be those of a launcher that `outer` started.
 
     A world of one where the outer launcher started more is a slip: torchrun or mpirun in every one of its tasks, or
@@ -242,7 +243,7 @@ def _inside(inner: Ranks, outer: Ranks) -> bool:
     return outer.names[0] == "SLURM_PROCID" and outer.one_a_node and inner.world_size >= outer.world_size
 
 
-def _completed(inner: Ranks, other: Ranks) -> Ranks:
+def _completed(inner: LaunchedRanks, other: LaunchedRanks) -> LaunchedRanks:
     """Return the ranks with what only the other launcher, which started the same ones, tells of them."""
     return replace(
         inner,
@@ -253,7 +254,7 @@ def _completed(inner: Ranks, other: Ranks) -> Ranks:
     )
 
 
-def _require_same(inner: Ranks, environ: Mapping[str, str]) -> None:
+def _require_same(inner: LaunchedRanks, environ: Mapping[str, str]) -> None:
     """Raise ConfigurationError if RANK or WORLD_SIZE, of which only one is set, is not the launcher's."""
     if inner.names == _TORCH:
         return
@@ -265,11 +266,11 @@ def _require_same(inner: Ranks, environ: Mapping[str, str]) -> None:
             )
 
 
-def _told(ranks: Ranks, environ: Mapping[str, str]) -> str:
+def _told(ranks: LaunchedRanks, environ: Mapping[str, str]) -> str:
     return ", ".join(f"{name}={environ[name]}" for name in ranks.names)
 
 
-def _contradiction(inner: Ranks, outer: Ranks, environ: Mapping[str, str]) -> str:
+def _contradiction(inner: LaunchedRanks, outer: LaunchedRanks, environ: Mapping[str, str]) -> str:
     mistaken = inner if inner.names == _TORCH else outer  # anybody sets torch's
     return (
         f"{inner.source} says {_told(inner, environ)}, and {outer.source} {_told(outer, environ)}: these are different "
@@ -278,7 +279,7 @@ def _contradiction(inner: Ranks, outer: Ranks, environ: Mapping[str, str]) -> st
     )
 
 
-def _require_here(address: str, ranks: Ranks) -> None:
+def _require_here(address: str, ranks: LaunchedRanks) -> None:
     """Raise ConfigurationError on rank 0 unless `address`, which its launcher gave, is one of this machine."""
     try:
         family, kind, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
