@@ -93,9 +93,7 @@ class EmulatedSlurm:
         folder = self.folder
         folder.chmod(0o755)
         (folder / "state").mkdir()
-        (folder / "slurm.conf").write_text(
-            _CONFIGURATION.format(folder=folder, last=self._nodes - 1, cpus=self._cpus)
-        )
+        (folder / "slurm.conf").write_text(_CONFIGURATION.format(folder=folder, last=self._nodes - 1, cpus=self._cpus))
         (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # wanted, and with these plugins not used
         key = folder / "munge.key"
         key.write_bytes(os.urandom(1024))

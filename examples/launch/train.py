@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A DDP script as anybody has one, started by any launcher: it trains an MLP of 1.3 million parameters.
 
-    torchrun --nproc-per-node 2 train.py
-    srun python -m commopt run --strategy hierarchical_bf16 --report train.py
+torchrun --nproc-per-node 2 train.py
+srun python -m commopt run --strategy hierarchical_bf16 --report train.py
 """
 
 import os

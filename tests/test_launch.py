@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The job files of docs/launch.md, and commopt's programs, on a real Slurm of two nodes; with mpirun inside it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench.slurm import JOBS, EmulatedSlurm
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "launch.md").read_text()
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+RUN = ["-m", "commopt", "run", "--strategy", "hierarchical_quantized:bits=4", "--report", str(JOBS / "train.py")]
+
+
+def test_the_page_shows_each_recipe_as_it_is() -> None:
+    for file in (*JOBS.glob("*.sh"), *JOBS.glob("*.yaml")):
+        assert f"\n```\n{file.read_text()}```\n" in PAGE, f"docs/launch.md does not show {file.name}"
+        assert f"examples/launch/{file.name}" in PAGE
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[EmulatedSlurm]:
+    if missing := EmulatedSlurm.missing():
+        pytest.skip(missing)
+    with EmulatedSlurm() as running:
+        yield running
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+@pytest.mark.parametrize(
+    ("job", "tasks_per_node", "source"), [("torchrun", 1, "torchrun"), ("srun", 2, "Slurm"), ("mpirun", 2, "Open MPI")]
+)
+def test_a_job_file_trains(job: str, tasks_per_node: int, source: str, slurm: EmulatedSlurm) -> None:
+    if job == "mpirun" and shutil.which("mpirun") is None:
+        pytest.skip("no mpirun on PATH; apt-get install openmpi-bin")
+    options = ["--nodes=2", f"--ntasks-per-node={tasks_per_node}"]
+    status, said = slurm.batch(options, JOBS / f"slurm_{job}.sh", *RUN, RANKS_PER_NODE="2", **AS_ROOT)
+    assert status == 0, said
+    assert f"commopt run: ranks from {source}: 4, 2 on this node, meeting at node0 port " in said
+    assert re.search(r"^4 ranks: loss [\d.]+, \d+ ms per step$", said, re.M)
+    # 4 bits, and a scale for each 64, of 1.3 M parameters, less the half that stays with its server
+    (inter,) = re.findall(r"^Sequential .* (\S+)$", said, re.M)
+    assert 0.25 < float(inter) < 0.45
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+def test_doctor_of_a_step_prints_one_report(slurm: EmulatedSlurm) -> None:
+    """Cyclic ranks are found, and a setting that differs is named with its host."""
+    doctor = '[ "$SLURM_PROCID" = 3 ] && export NCCL_PROTO=LL; exec python -m commopt doctor --json'
+    done = slurm.call(["srun", "-N2", "--ntasks-per-node=2", "--distribution=cyclic", "bash", "-c", doctor])
+    found = {each["check"]: each["value"] for each in json.loads(done.stdout)["findings"]}
+    assert found["rank-layout"] == "node0: 0, 2 | node1: 1, 3"
+    settings = [each for each in json.loads(done.stdout)["findings"] if each["read"] == "NCCL_PROTO"]
+    assert "unset on node0 (ranks 0, 2), node1 (rank 1); LL on node1 (rank 3)" in [each["value"] for each in settings]
+    assert "commopt doctor: ranks from Slurm: 4" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+def test_bandwidth_of_nodes_that_differ(slurm: EmulatedSlurm) -> None:
+    """3 + 1 ranks in an order of the user's, which does not tell the first host."""
+    hosts = slurm.folder / "hosts"
+    hosts.write_text("node1\nnode1\nnode1\nnode0\n")
+    result = slurm.folder / "found.json"
+    flags = f"-b 1K -e 1K -n 2 -w 1 --aggregator torch,hierarchical --json {result}".split()
+    command = ["srun", "-N2", "-n4", "--distribution=arbitrary", "python", "-m", "commopt", "bandwidth", *flags]
+    told = {"SLURM_HOSTFILE": str(hosts), "GLOO_SOCKET_IFNAME": "eth0"}
+    refused = slurm.call(command, env=told)
+    assert refused.returncode == 2
+    assert refused.stderr.count("nothing tells where rank 0 is; export MASTER_ADDR") == 4
+    done = slurm.call(command, env={**told, "MASTER_ADDR": "node1"})
+    assert done.returncode == 0, done.stderr
+    assert json.loads(result.read_text())["environment"]["nodes"] == [[0, 1, 2], [3]]
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+def test_a_job_script_itself_is_no_rank(slurm: EmulatedSlurm) -> None:
+    """It has SLURM_NTASKS=4 too, and would wait for three ranks that nobody starts."""
+    job = slurm.folder / "alone.sh"
+    job.write_text("#!/bin/bash\npython -m commopt bandwidth -b 8 -e 8\n")
+    status, said = slurm.batch(["--nodes=2", "--ntasks-per-node=2"], job)
+    assert status == 2
+    assert "commopt bandwidth: no rank: start it with torchrun" in said
+
+
+DYING = """
+import os, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+dist.init_process_group("gloo")
+ddp = DDP(torch.nn.Linear(64, 64))
+for step in range(100):
+    if step == 5 and dist.get_rank() == 3:
+        os.kill(os.getpid(), 9)
+    ddp(torch.ones(2, 64)).sum().backward()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+def test_a_death_is_told_on_every_rank(slurm: EmulatedSlurm) -> None:
+    script = slurm.folder / "dying.py"
+    script.write_text(DYING)
+    command = ["srun", "-N2", "--ntasks-per-node=2", "--label", "python", "-m", "commopt", "run", "--strategy", "flat"]
+    done = slurm.call([*command, str(script)], timeout_s=120, env={"GLOO_SOCKET_IFNAME": "eth0"})
+    assert done.returncode != 0
+    told = set(re.findall(r"^(\d): .*LaneError.*$", done.stderr, re.M))
+    assert told == {"0", "1", "2"}, done.stderr
