@@ -4,7 +4,7 @@
     python -m bench.slurm --rate 200mbit --strategy hierarchical_quantized:bits=4
 
 slurmctld, a slurmd for each node and munge run in the namespaces of an emulated cluster, with their files in a
-temporary folder. It needs root and Slurm (apt-get install slurm-wlm munge); nothing of the machine's own Slurm is touched.
+temporary folder. It needs root and Slurm (apt-get install slurm-wlm munge); the machine's own Slurm stays as it is.
 """
 
 from __future__ import annotations

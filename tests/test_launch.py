@@ -6,12 +6,14 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from bench.slurm import JOBS, EmulatedSlurm
+from tests.speed import limit
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "launch.md").read_text()
@@ -115,3 +117,83 @@ def test_a_death_is_told_on_every_rank(slurm: EmulatedSlurm) -> None:
     assert done.returncode != 0
     told = set(re.findall(r"^(\d): .*LaneError.*$", done.stderr, re.M))
     assert told == {"0", "1", "2"}, done.stderr
+
+
+RESUMING = """
+import hashlib, os, sys, time, torch, torch.distributed as dist
+from pathlib import Path
+from torch.nn.parallel import DistributedDataParallel as DDP
+import commopt
+commopt.take_ranks()
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+ddp = DDP(torch.nn.Linear(64, 64))
+optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+comm = commopt.attach(ddp, "hierarchical_quantized", bits=2)
+file, first = Path(sys.argv[1], f"rank{rank}.pt"), 0
+if file.exists():
+    saved = torch.load(file, weights_only=True)
+    ddp.module.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    comm.load_state_dict(saved["comm"])
+    first = saved["step"]
+for step in range(first, 60):
+    torch.manual_seed(4 * step + rank)
+    optimizer.zero_grad()
+    ddp(torch.randn(8, 64)).square().mean().backward()
+    optimizer.step()
+    time.sleep(float(sys.argv[2]))
+    if step % 10 == 9:
+        saved = {"model": ddp.module.state_dict(), "optimizer": optimizer.state_dict(), "comm": comm.state_dict()}
+        torch.save({**saved, "step": step + 1}, file.with_suffix(".new"))
+        dist.barrier()  # all ranks have written this step, or all resume from the one before
+        file.with_suffix(".new").replace(file)
+bits = hashlib.sha256(ddp.module.weight.detach().numpy().tobytes()).hexdigest()
+Path(sys.argv[1], f"ended{rank}").write_text(f"{first} {bits}")
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+def test_a_requeued_job_ends_with_the_same_bits(slurm: EmulatedSlurm) -> None:
+    script, sizes = slurm.folder / "resuming.py", ["--nodes=2", "--ntasks-per-node=2"]
+    script.write_text(RESUMING)
+    ended: dict[str, list[str]] = {}
+    for name, pause_s in (("undisturbed", "0"), ("requeued", "0.2")):
+        folder = slurm.folder / name
+        folder.mkdir()
+        command = ["sbatch", "--parsable", "--requeue", f"--output={folder}/job.out", *sizes]
+        submitted = slurm.call([*command, str(JOBS / "slurm_srun.sh"), str(script), str(folder), pause_s])
+        job = submitted.stdout.strip()
+        if name == "requeued":
+            wait_for(folder / "rank3.pt")
+            assert slurm.call(["scontrol", "requeue", job]).returncode == 0
+            wait_until(lambda job=job: "PENDING" in state_of(slurm, job))
+            slurm.call(["scontrol", "update", f"JobId={job}", "StartTime=now"])  # Slurm would wait for two minutes
+        for rank in range(4):
+            wait_for(folder / f"ended{rank}")
+        wait_until(lambda job=job: "RUNNING" not in state_of(slurm, job))
+        ended[name] = [(folder / f"ended{rank}").read_text() for rank in range(4)]
+    firsts = {name: {int(each.split()[0]) for each in texts} for name, texts in ended.items()}
+    assert firsts["undisturbed"] == {0}
+    assert len(firsts["requeued"]) == 1
+    assert firsts["requeued"] <= {10, 20, 30, 40, 50}  # it did not begin anew
+    assert len({each.split()[1] for texts in ended.values() for each in texts}) == 1
+
+
+def state_of(slurm: EmulatedSlurm, job: str) -> str:
+    return slurm.call(["scontrol", "show", "job", job]).stdout
+
+
+def wait_for(file: Path) -> None:
+    wait_until(file.exists)
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 200.0) -> None:
+    deadline = time.monotonic() + limit(timeout_s)
+    while not condition():
+        assert time.monotonic() < deadline, "Slurm did not get there"
+        time.sleep(0.2)
