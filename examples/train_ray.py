@@ -21,6 +21,7 @@ from ray import train
 from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer, get_device, prepare_model
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import commopt
 
@@ -50,7 +51,7 @@ def train_worker(config: dict[str, Any]) -> None:
             save(model, optimizer, comm, {"loss": loss.item(), "step": done, "first": first, "bits": digest(model)})
 
 
-def restore(model: nn.Module, optimizer: torch.optim.Optimizer, comm: commopt.CommState) -> int:
+def restore(model: DistributedDataParallel, optimizer: torch.optim.Optimizer, comm: commopt.CommState) -> int:
     """Load the checkpoint that Ray hands to a worker which it starts again; return the step to begin with."""
     checkpoint = train.get_checkpoint()
     if checkpoint is None:
@@ -63,7 +64,9 @@ def restore(model: nn.Module, optimizer: torch.optim.Optimizer, comm: commopt.Co
     return int(saved["step"])
 
 
-def save(model: nn.Module, optimizer: torch.optim.Optimizer, comm: commopt.CommState, metrics: dict[str, Any]) -> None:
+def save(
+    model: DistributedDataParallel, optimizer: torch.optim.Optimizer, comm: commopt.CommState, metrics: dict[str, Any]
+) -> None:
     """Report the metrics with a checkpoint of all workers' residuals, which the first worker writes."""
     residuals = commopt.Gathered(comm).state_dict()  # on every worker
     with tempfile.TemporaryDirectory() as folder:
@@ -102,7 +105,9 @@ def fit(options: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     """Train, and print the last metrics."""
     parser = argparse.ArgumentParser(description="Train with Ray Train and one of commopt's hooks.")
-    parser.add_argument("--workers", default="2", metavar="N[,MOST]", help="how many, or a range (default 2)")
+    parser.add_argument(
+        "--workers", default="2", metavar="N[,MOST]", help="how many, or a range (default 2), at least 2"
+    )
     parser.add_argument("--strategy", default="hierarchical_quantized:bits=4", metavar="NAME[:OPTION=VALUE...]")
     parser.add_argument("--steps", type=int, default=40, help="of the optimizer (default 40)")
     parser.add_argument("--every", type=int, default=10, metavar="STEPS", help="between checkpoints (default 10)")

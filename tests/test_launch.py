@@ -8,6 +8,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -171,11 +172,11 @@ def test_a_requeued_job_ends_with_the_same_bits(slurm: EmulatedSlurm) -> None:
         if name == "requeued":
             wait_for(folder / "rank3.pt")
             assert slurm.call(["scontrol", "requeue", job]).returncode == 0
-            wait_until(lambda job=job: "PENDING" in state_of(slurm, job))
+            wait_until(partial(is_in_state, slurm, job, "PENDING"))
             slurm.call(["scontrol", "update", f"JobId={job}", "StartTime=now"])  # Slurm would wait for two minutes
         for rank in range(4):
             wait_for(folder / f"ended{rank}")
-        wait_until(lambda job=job: "RUNNING" not in state_of(slurm, job))
+        wait_until(partial(is_in_state, slurm, job, "COMPLETED"))
         ended[name] = [(folder / f"ended{rank}").read_text() for rank in range(4)]
     firsts = {name: {int(each.split()[0]) for each in texts} for name, texts in ended.items()}
     assert firsts["undisturbed"] == {0}
@@ -184,8 +185,8 @@ def test_a_requeued_job_ends_with_the_same_bits(slurm: EmulatedSlurm) -> None:
     assert len({each.split()[1] for texts in ended.values() for each in texts}) == 1
 
 
-def state_of(slurm: EmulatedSlurm, job: str) -> str:
-    return slurm.call(["scontrol", "show", "job", job]).stdout
+def is_in_state(slurm: EmulatedSlurm, job: str, state: str) -> bool:
+    return f"JobState={state}" in slurm.call(["scontrol", "show", "job", job]).stdout
 
 
 def wait_for(file: Path) -> None:
