@@ -28,6 +28,18 @@ def test_the_page_shows_each_recipe_as_it_is() -> None:
         assert f"examples/launch/{file.name}" in PAGE
 
 
+def test_the_schemas_of_kubernetes_accept_its_file() -> None:
+    schemas = pytest.importorskip("kubernetes_validate", reason="needs pip install kubernetes-validate")
+    import yaml
+
+    documents = list(yaml.safe_load_all((JOBS / "kubernetes.yaml").read_text()))
+    assert [each["kind"] for each in documents] == ["Service", "Job"]
+    for each in documents:
+        schemas.validate(each, "1.31", strict=True)
+        with pytest.raises(schemas.ValidationError, match="complitions"):
+            schemas.validate({**each, "spec": {**each["spec"], "complitions": 4}}, "1.31", strict=True)
+
+
 @pytest.fixture(scope="module")
 def slurm() -> Iterator[EmulatedSlurm]:
     if missing := EmulatedSlurm.missing():
