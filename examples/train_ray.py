@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train with Ray Train and one of commopt's hooks; when a worker dies, Ray starts all again from the last checkpoint.
 
-    python examples/train_ray.py --workers 4 --strategy hierarchical_quantized:bits=2    # pip install "ray[train]"
+    python examples/train_ray.py --workers 4 --strategy hierarchical_quantized:bits=2    # pip install ".[integrations]"
 
 The checkpoint holds model, optimizer and residuals, so in the same world the run ends with the same bits as one without
 a failure. In another world (`--workers 2,4`: as many as there are) the residuals are spread over the workers there.
