@@ -4,7 +4,7 @@
     python examples/train_ray.py --workers 4 --strategy hierarchical_quantized:bits=2    # pip install ".[integrations]"
 
 The checkpoint holds model, optimizer and residuals, so in the same world the run ends with the same bits as one without
-a failure. In another world (`--workers 2,4`: as many as there are) the residuals are spread over the workers there.
+a failure. In another world the residuals are spread over the workers there.
 """
 
 # No `from __future__ import annotations`: what you copy from here may be a hook, whose annotations DDP reads.
@@ -88,13 +88,10 @@ def digest(model: nn.Module) -> str:
 
 def fit(options: argparse.Namespace) -> dict[str, Any]:
     """Train on the workers, start them again when one dies, and return the last metrics."""
-    counts = [int(count) for count in options.workers.split(",")]
     trainer = TorchTrainer(
         train_worker,
         train_loop_config={"strategy": options.strategy, "steps": options.steps, "every": options.every},
-        scaling_config=ScalingConfig(
-            num_workers=counts[0] if len(counts) == 1 else (counts[0], counts[1]), use_gpu=torch.cuda.is_available()
-        ),
+        scaling_config=ScalingConfig(num_workers=options.workers, use_gpu=torch.cuda.is_available()),
         run_config=RunConfig(
             name=options.name, storage_path=options.storage, failure_config=FailureConfig(max_failures=3)
         ),
@@ -105,9 +102,7 @@ def fit(options: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     """Train, and print the last metrics."""
     parser = argparse.ArgumentParser(description="Train with Ray Train and one of commopt's hooks.")
-    parser.add_argument(
-        "--workers", default="2", metavar="N[,MOST]", help="how many, or a range (default 2), at least 2"
-    )
+    parser.add_argument("--workers", type=int, default=2, help="at least 2 (default 2)")
     parser.add_argument("--strategy", default="hierarchical_quantized:bits=4", metavar="NAME[:OPTION=VALUE...]")
     parser.add_argument("--steps", type=int, default=40, help="of the optimizer (default 40)")
     parser.add_argument("--every", type=int, default=10, metavar="STEPS", help="between checkpoints (default 10)")
