@@ -52,9 +52,9 @@ class Training:
         self.lines.extend(line for line in self._process.stdout)
 
     def kill_a_worker(self) -> None:
-        """Kill the last worker once there is a checkpoint."""
+        """Kill the last worker once Ray knows a checkpoint: when there is the next."""
         deadline = time.monotonic() + limit(240)
-        while not [*self.folder.glob("checkpoint_*/training.pt")]:
+        while len([*self.folder.glob("checkpoint_*/training.pt")]) < 2:
             assert self._process.poll() is None, "".join(self.lines)
             assert time.monotonic() < deadline, "".join(self.lines)
             time.sleep(0.02)
