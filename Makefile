@@ -25,7 +25,7 @@ test: $(VENV)/.dev  ## what takes minutes: a test of every promise, and of each 
 test-gate: $(VENV)/.integrations  ## what the gate runs after `make test`: slow tests that hold a promise of the README
 	$(TESTS) -m gate -n $(shell nproc)
 
-test-all: test $(VENV)/.integrations  ## every test: those of `make test`, then the others
+test-all: test $(VENV)/.integrations $(VENV)/.engines  ## every test: those of `make test`, then the others
 	$(TESTS) -m slow -n $(shell nproc)
 
 mutants: $(VENV)/.dev  ## seed faults, one at a time, and see which test of the gate finds each; about half an hour
@@ -81,8 +81,9 @@ $(VENV)/.dev: $(BIN)/python $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	touch $@ $(VENV)/.demo
 
-EXTRA := import sys, tomllib; print(*tomllib.load(sys.stdin.buffer)["project"]["optional-dependencies"]["integrations"])
+EXTRA := import sys, tomllib; print(*tomllib.load(sys.stdin.buffer)["project"]["optional-dependencies"][sys.argv[1]])
 
-$(VENV)/.integrations: $(VENV)/.dev  # frameworks to train with, which only tests marked slow need; commopt is not built again
-	$(BIN)/python -m pip install --quiet $$($(BIN)/python -c '$(EXTRA)' < pyproject.toml)
+# Frameworks to train with, and engines to start ranks, which only tests marked slow need. commopt is not built again.
+$(VENV)/.integrations $(VENV)/.engines: $(VENV)/.%: $(VENV)/.dev
+	$(BIN)/python -m pip install --quiet $$($(BIN)/python -c '$(EXTRA)' $* < pyproject.toml)
 	touch $@

@@ -56,6 +56,7 @@ from commopt.hooks.presets import (
     quantized,
 )
 from commopt.lanes import failure_of
+from commopt.launcher import take_ranks
 from commopt.schedule import Plan
 from commopt.version import __version__
 
@@ -155,4 +156,5 @@ __all__ = [
     "onebit_local",
     "powersgd",
     "quantized",
+    "take_ranks",
 ]

@@ -9,7 +9,9 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from commopt.command_line import CommandParser
+from commopt.command_line import CommandParser, refuse
+from commopt.errors import ConfigurationError
+from commopt.launcher import take_ranks
 from commopt.version import __version__, revision
 
 COMMANDS = {
@@ -42,6 +44,8 @@ class _Version(argparse.Action):
 
 
 _ROLES = ("scheduler", "server", "worker")  # of a parameter server
+_MEET = ("bandwidth", "doctor", "probe")  # several ranks are one run of these, and meet by themselves
+_RUN_SCRIPTS = ("run", "worker")  # in several ranks, which the script lets meet
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,7 +63,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     module = import_module("commopt.server_commands" if name in _ROLES else f"commopt.{name}.cli")
     command = getattr(module, name.upper()) if name in _ROLES else module
     command.add_arguments(parsers[name])
-    return int(command.run(parser.parse_args(words)))
+    problem = _take_ranks(name)  # before parsing: the first rank checks files
+    options = parser.parse_args(words)
+    return int(command.run(options)) if problem is None else refuse(f"commopt {name}", problem)
+
+
+def _take_ranks(name: str) -> ConfigurationError | None:
+    """Let a command know the ranks that its launcher started, and name them on the first; return what is wrong."""
+    if name not in (*_MEET, *_RUN_SCRIPTS):
+        return None
+    try:
+        ranks = take_ranks(meets=name in _MEET)
+    except ConfigurationError as error:
+        return error
+    if ranks is not None and ranks.rank == 0 and ranks.world_size > 1:
+        print(f"commopt {name}: {ranks}", file=sys.stderr)
+    return None
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ GROUPS = {
     "feedback": "Error feedback",
     "collectives": "Without DDP",
     "groups": "Process groups",
+    "launcher": "Process groups",
     "schedule": "Plans, recordings, prices",
     "timeline": "Plans, recordings, prices",
     "cost": "Plans, recordings, prices",

@@ -54,6 +54,7 @@ def train(strategy: str, learning_rate: float, steps: int = 300) -> float:
 
 def main() -> None:
     """Train with each of them."""
+    commopt.take_ranks()
     dist.init_process_group("gloo")
     register()
     for strategy, learning_rate in (("top_of_block:block=16", 2.0), ("in_order", 10.0)):

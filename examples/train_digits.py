@@ -118,7 +118,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 def main() -> None:
     """Train, and show the accuracy on the way."""
-    parser = argparse.ArgumentParser(description="Learn scikit-learn's digits, under torchrun.")
+    parser = argparse.ArgumentParser(description="Learn scikit-learn's digits, under torchrun, srun or mpirun.")
     parser.add_argument("--hook", default="hierarchical", metavar="NAME[:OPTION=VALUE...]", help="a preset, or ddp")
     add_model_options(parser)
     options = parser.parse_args()
@@ -128,6 +128,7 @@ def main() -> None:
         except commopt.ConfigurationError as error:
             parser.error(str(error))
 
+    commopt.take_ranks()  # for srun and mpirun: torchrun sets what torch reads by itself
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

@@ -243,7 +243,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def start_process_group() -> torch.device:
-    """Join the other ranks that torchrun started; NCCL where there are GPUs, gloo otherwise."""
+    """Join the other ranks that the launcher started; NCCL where there are GPUs, gloo otherwise."""
+    commopt.take_ranks()  # for srun and mpirun: torchrun sets what torch reads by itself
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -287,7 +288,9 @@ def fraction_done(options: argparse.Namespace, step: int, started: float, device
 
 def main() -> None:
     """Train for the given number of steps or seconds and show the held-out loss on the way."""
-    parser = argparse.ArgumentParser(description="Train a small GPT on Python's standard library, under torchrun.")
+    parser = argparse.ArgumentParser(
+        description="Train a small GPT on Python's standard library, under torchrun, srun or mpirun."
+    )
     parser.add_argument("--strategy", type=strategy_name, default="hierarchical", metavar="NAME[:OPTION=VALUE...]")
     budget = parser.add_mutually_exclusive_group()
     budget.add_argument("--steps", type=int, help="stop after so many steps")

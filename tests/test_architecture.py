@@ -40,6 +40,7 @@ LAYERS = (
     "commopt.cluster",
     "commopt.display",
     "commopt.command_line",
+    "commopt.launcher",
     "commopt.document",
     "commopt.cuda_streams",
     "commopt.errors",

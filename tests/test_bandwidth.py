@@ -347,5 +347,5 @@ def test_without_torchrun_it_says_how_to_start(
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
     assert main(["bandwidth", "-b", "8", "-e", "8"]) == 2
-    message = "commopt bandwidth: no rank: start it with torchrun --nproc-per-node 2 -m commopt bandwidth ...\n"
-    assert capsys.readouterr().err == message
+    message = "commopt bandwidth: no rank: start it with torchrun --nproc-per-node 2 -m commopt bandwidth ..., or with "
+    assert capsys.readouterr().err == message + "srun or mpirun python -m commopt bandwidth ...\n"

@@ -152,3 +152,10 @@ def test_digits_hold_out_a_third() -> None:
     assert (float(images.min()), float(images.max())) == (0.0, 1.0)
     assert len(labels) + len(held_out_labels) == 1797
     assert sum(parameter.numel() for parameter in train_digits.build_model().parameters()) == 151_306
+
+
+def test_the_page_shows_lines_of_the_example_for_ray() -> None:
+    page, example = ((ROOT / name).read_text() for name in ("docs/frameworks.md", "examples/train_ray.py"))
+    shown = page.partition("\n## Ray Train\n")[2].partition("```python\n")[2].partition("```")[0].splitlines()
+    assert len(shown) > 3
+    assert set(shown) <= {line.strip() for line in example.splitlines()}

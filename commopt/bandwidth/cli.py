@@ -149,7 +149,10 @@ def run(options: argparse.Namespace) -> int:
     try:
         asked = options_of(options)
         if "RANK" not in os.environ:
-            raise ConfigurationError("no rank: start it with torchrun --nproc-per-node 2 -m commopt bandwidth ...")
+            raise ConfigurationError(
+                "no rank: start it with torchrun --nproc-per-node 2 -m commopt bandwidth ..., or with srun or mpirun "
+                "python -m commopt bandwidth ..."
+            )
         # With NCCL if every rank can have a GPU of its own, else with gloo.
         status = measure(asked, start(os.environ))
     except (ConfigurationError, MismatchError, UnsupportedTensorError) as error:

@@ -31,7 +31,8 @@ WATCH_S = 1.0
 CLOSING = f"To see what NCCL uses, run the job with\n{LOG_VARIABLES}\nthen: python -m commopt doctor --log nccl.*"
 EPILOG = f"""exit status: 0 nothing wrong, 1 warnings, 3 errors, {BAD_INPUT} bad input (one line on stderr).
 The environment is always that of this process. NVML and versions are read on the live machine only.
-Under torchrun every rank examines its machine. Rank 0 compares and prints; only its status can differ from 0."""
+Under torchrun, srun or mpirun every rank examines its machine. Rank 0 compares and prints; only its status can
+differ from 0. It alone reads what --log names."""
 
 HANG = "log-hang"
 """The check whose findings are about ranks that hang."""
@@ -95,7 +96,7 @@ def _findings(options: argparse.Namespace, environ: Mapping[str, str]) -> Sequen
         found = examine(read_logs([*options.flight, *(options.log or ())]))
         return found if options.log is not None else [each for each in found if each.check == HANG]
     if options.log is not None:
-        return examine(read_logs(options.log))
+        return examine(read_logs(options.log)) if environ.get("RANK", "0") == "0" else None
     if not os.path.isdir(options.root):
         raise ConfigurationError(f"--root {options.root} is not a directory; pass one that holds sys/ and proc/")
     machine = observe(options.root, environ)

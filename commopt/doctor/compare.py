@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Under torchrun every rank examines its own machine, and rank 0 collects and compares the results."""
+"""Under a launcher every rank examines its own machine, and rank 0 collects and compares the results."""
 
 from __future__ import annotations
 
@@ -192,14 +192,25 @@ def rank_layout(ranks: Ranks) -> Iterator[Finding]:
 def nodes_settings(ranks: Ranks) -> Iterator[Finding]:
     """Equal settings: the variables that NCCL, gloo and torch read are the same on every rank."""
     for name in sorted({name for facts in ranks for name in facts.settings}):
-        values: dict[str, list[str]] = {}
+        values: dict[str, list[int]] = {}
         for rank, facts in enumerate(ranks):
-            values.setdefault(facts.settings.get(name, "unset"), []).append(str(rank))
+            values.setdefault(facts.settings.get(name, "unset"), []).append(rank)
         if len(values) > 1:
-            shown = "; ".join(f"{value} on ranks {', '.join(on[:8])}" for value, on in values.items())
+            shown = "; ".join(f"{value} on {_ranks_by_node(ranks, on)}" for value, on in values.items())
             remedy = f"export {name} for all ranks (mpirun -x {name}; sbatch --export), or unset it"
             kind, sure = (error, "high") if name in VITAL else (warning, "medium")
             yield kind(shown, remedy=remedy, confidence=sure, read=name)
+
+
+def _ranks_by_node(ranks: Ranks, some: Sequence[int]) -> str:
+    """Return "n0 (ranks 0, 1), n1 (rank 2)", at most eight ranks of each of four nodes."""
+    nodes: dict[str, list[str]] = {}
+    for rank in some:
+        nodes.setdefault(ranks[rank].node, []).append(str(rank))
+    shown = [
+        f"{node} (rank{'s' * (len(on) > 1)} {', '.join(on[:8])}{' ...' * (len(on) > 8)})" for node, on in nodes.items()
+    ]
+    return ", ".join(shown[:4]) + (f" and {len(shown) - 4} more" if len(shown) > 4 else "")
 
 
 @check("versions, GPUs, network")

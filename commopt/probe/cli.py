@@ -24,7 +24,7 @@ _FAILED = 1
 
 ALONE = (
     "commopt probe: one rank has nobody to send to, so only compression is measured; for the links start every rank: "
-    "torchrun --nproc-per-node 2 -m commopt probe -o links.json"
+    "torchrun --nproc-per-node 2 -m commopt probe -o links.json, or srun or mpirun python -m commopt probe"
 )
 EPILOG = f"""exit status: 0, {_FAILED} when a rank failed meanwhile, {BAD_INPUT} bad input (one line on stderr).
 Sizes are bytes of a message, with K, M or G for powers of 1024. NCCL is used when every rank has a GPU, else gloo."""
@@ -81,7 +81,7 @@ def run(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) ->
 
 
 def start(environ: Mapping[str, str]) -> torch.device:
-    """Start the world that torchrun described, or one of this process alone, and return the device to measure.
+    """Start the world that the environment describes, or one of this process alone, and return the device to measure.
 
     With NCCL if every rank can have a GPU of its own, else with gloo.
     Raises MismatchError when the ranks do not meet, or the environment is incomplete.
@@ -90,7 +90,7 @@ def start(environ: Mapping[str, str]) -> torch.device:
     alone = "RANK" not in environ
     try:
         usual = "0" if gpus < 2 or alone else ""
-        local_rank = int(environ.get("LOCAL_RANK", environ.get("SLURM_LOCALID", usual)))
+        local_rank = int(environ.get("LOCAL_RANK", usual))
     except ValueError:
         raise MismatchError("LOCAL_RANK is not a whole number, or not set; start every rank with torchrun") from None
     try:

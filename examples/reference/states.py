@@ -172,6 +172,11 @@ def LaneError(ddp: DDP) -> None:
         raise SystemExit(1) from error
 
 
+def take_ranks() -> None:
+    ranks = commopt.take_ranks()  # before init_process_group
+    print(ranks)  # "ranks from Slurm: 8, 4 on this node, meeting at n0 port 27629"; None alone
+
+
 def TransportError(comm: commopt.HookState) -> None:
     try:
         comm.report()

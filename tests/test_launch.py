@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The job files of docs/launch.md, and commopt's programs, on a real Slurm of two nodes; with mpirun inside it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from bench.slurm import JOBS, EmulatedSlurm
+from tests.speed import limit
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "launch.md").read_text()
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+RUN = ["-m", "commopt", "run", "--strategy", "hierarchical_quantized:bits=4", "--report", str(JOBS / "train.py")]
+
+
+def test_the_page_shows_each_recipe_as_it_is() -> None:
+    for file in (*JOBS.glob("*.sh"), *JOBS.glob("*.yaml")):
+        assert f"\n```\n{file.read_text()}```\n" in PAGE, f"docs/launch.md does not show {file.name}"
+        assert f"examples/launch/{file.name}" in PAGE
+
+
+def test_the_schemas_of_kubernetes_accept_its_file() -> None:
+    schemas = pytest.importorskip("kubernetes_validate", reason="needs pip install kubernetes-validate")
+    import yaml
+
+    documents = list(yaml.safe_load_all((JOBS / "kubernetes.yaml").read_text()))
+    assert [each["kind"] for each in documents] == ["Service", "Job"]
+    for each in documents:
+        schemas.validate(each, "1.31", strict=True)
+        with pytest.raises(schemas.ValidationError, match="complitions"):
+            schemas.validate({**each, "spec": {**each["spec"], "complitions": 4}}, "1.31", strict=True)
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[EmulatedSlurm]:
+    if missing := EmulatedSlurm.missing():
+        pytest.skip(missing)
+    with EmulatedSlurm() as running:
+        yield running
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+@pytest.mark.parametrize(
+    ("job", "tasks_per_node", "source"), [("torchrun", 1, "torchrun"), ("srun", 2, "Slurm"), ("mpirun", 2, "Open MPI")]
+)
+def test_a_job_file_trains(job: str, tasks_per_node: int, source: str, slurm: EmulatedSlurm) -> None:
+    if job == "mpirun" and shutil.which("mpirun") is None:
+        pytest.skip("no mpirun on PATH; apt-get install openmpi-bin")
+    options = ["--nodes=2", f"--ntasks-per-node={tasks_per_node}"]
+    status, said = slurm.batch(options, JOBS / f"slurm_{job}.sh", *RUN, RANKS_PER_NODE="2", **AS_ROOT)
+    assert status == 0, said
+    assert f"commopt run: ranks from {source}: 4, 2 on this node, meeting at node0 port " in said
+    assert re.search(r"^4 ranks: loss [\d.]+, \d+ ms per step$", said, re.M)
+    # 4 bits, and a scale for each 64, of 1.3 M parameters, less the half that stays with its server
+    (inter,) = re.findall(r"^Sequential .* (\S+)$", said, re.M)
+    assert 0.25 < float(inter) < 0.45
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+def test_doctor_of_a_step_prints_one_report(slurm: EmulatedSlurm) -> None:
+    """Cyclic ranks are found, and a setting that differs is named with its host."""
+    doctor = '[ "$SLURM_PROCID" = 3 ] && export NCCL_PROTO=LL; exec python -m commopt doctor --json'
+    done = slurm.call(["srun", "-N2", "--ntasks-per-node=2", "--distribution=cyclic", "bash", "-c", doctor])
+    found = {each["check"]: each["value"] for each in json.loads(done.stdout)["findings"]}
+    assert found["rank-layout"] == "node0: 0, 2 | node1: 1, 3"
+    settings = [each for each in json.loads(done.stdout)["findings"] if each["read"] == "NCCL_PROTO"]
+    assert "unset on node0 (ranks 0, 2), node1 (rank 1); LL on node1 (rank 3)" in [each["value"] for each in settings]
+    assert "commopt doctor: ranks from Slurm: 4" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+def test_bandwidth_of_nodes_that_differ(slurm: EmulatedSlurm) -> None:
+    """3 + 1 ranks in an order of the user's, which does not tell the first host."""
+    hosts = slurm.folder / "hosts"
+    hosts.write_text("node1\nnode1\nnode1\nnode0\n")
+    result = slurm.folder / "found.json"
+    flags = f"-b 1K -e 1K -n 2 -w 1 --aggregator torch,hierarchical --json {result}".split()
+    command = ["srun", "-N2", "-n4", "--distribution=arbitrary", "python", "-m", "commopt", "bandwidth", *flags]
+    told = {"SLURM_HOSTFILE": str(hosts), "GLOO_SOCKET_IFNAME": "eth0"}
+    refused = slurm.call(command, env=told)
+    assert refused.returncode == 2
+    assert refused.stderr.count("nothing tells where rank 0 is; export MASTER_ADDR") == 4
+    done = slurm.call(command, env={**told, "MASTER_ADDR": "node1"})
+    assert done.returncode == 0, done.stderr
+    assert json.loads(result.read_text())["environment"]["nodes"] == [[0, 1, 2], [3]]
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+def test_a_job_script_itself_is_no_rank(slurm: EmulatedSlurm) -> None:
+    """It has SLURM_NTASKS=4 too, and would wait for three ranks that nobody starts."""
+    job = slurm.folder / "alone.sh"
+    job.write_text("#!/bin/bash\npython -m commopt bandwidth -b 8 -e 8\n")
+    status, said = slurm.batch(["--nodes=2", "--ntasks-per-node=2"], job)
+    assert status == 2
+    assert "commopt bandwidth: no rank: start it with torchrun" in said
+
+
+DYING = """
+import os, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+dist.init_process_group("gloo")
+ddp = DDP(torch.nn.Linear(64, 64))
+for step in range(100):
+    if step == 5 and dist.get_rank() == 3:
+        os.kill(os.getpid(), 9)
+    ddp(torch.ones(2, 64)).sum().backward()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+def test_a_death_is_told_on_every_rank(slurm: EmulatedSlurm) -> None:
+    script = slurm.folder / "dying.py"
+    script.write_text(DYING)
+    command = ["srun", "-N2", "--ntasks-per-node=2", "--label", "python", "-m", "commopt", "run", "--strategy", "flat"]
+    done = slurm.call([*command, str(script)], timeout_s=120, env={"GLOO_SOCKET_IFNAME": "eth0"})
+    assert done.returncode != 0
+    told = set(re.findall(r"^(\d): .*LaneError.*$", done.stderr, re.M))
+    assert told == {"0", "1", "2"}, done.stderr
+
+
+RESUMING = """
+import hashlib, os, sys, time, torch, torch.distributed as dist
+from pathlib import Path
+from torch.nn.parallel import DistributedDataParallel as DDP
+import commopt
+commopt.take_ranks()
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+ddp = DDP(torch.nn.Linear(64, 64))
+optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+comm = commopt.attach(ddp, "hierarchical_quantized", bits=2)
+file, first = Path(sys.argv[1], f"rank{rank}.pt"), 0
+if file.exists():
+    saved = torch.load(file, weights_only=True)
+    ddp.module.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    comm.load_state_dict(saved["comm"])
+    first = saved["step"]
+for step in range(first, 60):
+    torch.manual_seed(4 * step + rank)
+    optimizer.zero_grad()
+    ddp(torch.randn(8, 64)).square().mean().backward()
+    optimizer.step()
+    time.sleep(float(sys.argv[2]))
+    if step % 10 == 9:
+        saved = {"model": ddp.module.state_dict(), "optimizer": optimizer.state_dict(), "comm": comm.state_dict()}
+        torch.save({**saved, "step": step + 1}, file.with_suffix(".new"))
+        dist.barrier()  # all ranks have written this step, or all resume from the one before
+        file.with_suffix(".new").replace(file)
+bits = hashlib.sha256(ddp.module.weight.detach().numpy().tobytes()).hexdigest()
+Path(sys.argv[1], f"ended{rank}").write_text(f"{first} {bits}")
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+def test_a_requeued_job_ends_with_the_same_bits(slurm: EmulatedSlurm) -> None:
+    script, sizes = slurm.folder / "resuming.py", ["--nodes=2", "--ntasks-per-node=2"]
+    script.write_text(RESUMING)
+    ended: dict[str, list[str]] = {}
+    for name, pause_s in (("undisturbed", "0"), ("requeued", "0.2")):
+        folder = slurm.folder / name
+        folder.mkdir()
+        command = ["sbatch", "--parsable", "--requeue", f"--output={folder}/job.out", *sizes]
+        submitted = slurm.call([*command, str(JOBS / "slurm_srun.sh"), str(script), str(folder), pause_s])
+        job = submitted.stdout.strip()
+        if name == "requeued":
+            wait_for(folder / "rank3.pt")
+            assert slurm.call(["scontrol", "requeue", job]).returncode == 0
+            wait_until(partial(is_in_state, slurm, job, "PENDING"))
+            slurm.call(["scontrol", "update", f"JobId={job}", "StartTime=now"])  # Slurm would wait for two minutes
+        for rank in range(4):
+            wait_for(folder / f"ended{rank}")
+        wait_until(partial(is_in_state, slurm, job, "COMPLETED"))
+        ended[name] = [(folder / f"ended{rank}").read_text() for rank in range(4)]
+    firsts = {name: {int(each.split()[0]) for each in texts} for name, texts in ended.items()}
+    assert firsts["undisturbed"] == {0}
+    assert len(firsts["requeued"]) == 1
+    assert firsts["requeued"] <= {10, 20, 30, 40, 50}  # it did not begin anew
+    assert len({each.split()[1] for texts in ended.values() for each in texts}) == 1
+
+
+def is_in_state(slurm: EmulatedSlurm, job: str, state: str) -> bool:
+    return f"JobState={state}" in slurm.call(["scontrol", "show", "job", job]).stdout
+
+
+def wait_for(file: Path) -> None:
+    wait_until(file.exists)
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 200.0) -> None:
+    deadline = time.monotonic() + limit(timeout_s)
+    while not condition():
+        assert time.monotonic() < deadline, "Slurm did not get there"
+        time.sleep(0.2)
