@@ -506,6 +506,7 @@ class Gpu:
     def _factory(self, make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def factory(*args: Any, **options: Any) -> Tensor:
             if torch.device(options.get("device") or "cpu").type != "cuda":
+                options.pop("pin_memory", None)  # which needs a driver
                 return make(*args, **options)
             del options["device"]
             self.operations += make.__name__ != "empty"

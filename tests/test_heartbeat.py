@@ -208,7 +208,7 @@ def evaluate_on_one(rank: int, world_size: int) -> list[str]:
 
 
 def test_a_rank_that_evaluates_is_named_with_its_stack_and_nothing_fails(tmp_path: Path) -> None:
-    results = run(evaluate_on_one, 3, env={**FAST, "COMMOPT_FLIGHT": str(tmp_path)})
+    results = run(evaluate_on_one, 3, env={**FAST, "COMMOPT_FLIGHT": str(tmp_path)}, fresh=True)
     for rank, lines in enumerate(results):
         (named, *_) = [line for line in lines if "to which these have not come" in line]
         assert "rank 1 (" in named, f"rank {rank}"
