@@ -324,7 +324,7 @@ MUTANTS = {
         "pending.finish(error)",
         "with torch.cuda.stream(torch.cuda.Stream()): pending.finish(error)",
     ),
-    "an operation has ended once it is launched": (lane, "Pending", "self._kernels_end.query()", "True"),
+    "an operation has ended once it is launched": (lane, "Pending", "self.kernels_end.query()", "True"),
 }
 
 

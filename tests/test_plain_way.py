@@ -21,7 +21,7 @@ BOUNDS = {
     ("hierarchical_quantized", 2): (2, 10, 190),
     ("hierarchical_quantized:bits=4", 2): (2, 10, 190),
     ("hierarchical_quantized:bits=2", 2): (2, 9, 190),
-    ("hierarchical_onebit", 2): (2, 20, 245),
+    ("hierarchical_onebit", 2): (2, 20, 250),
     ("hierarchical_dgc", 2): (10, 21, 280),
     ("hierarchical_powersgd", 2): (20, 36, 375),
     ("hierarchical_quantized", 4): (3, 11, 250),

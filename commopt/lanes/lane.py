@@ -70,6 +70,7 @@ class Place(NamedTuple):
 class Pending:
     """The pending result of a task.
 
+    kernels_end: the event at the end of the task's kernels; None before they are launched, and on a CPU.
     ended: a future of the tensor that holds the result. It never fails. It is for callers that ask the lane itself
     whether it failed, as the hook does, and raise the lane's error as it is.
     """
@@ -79,7 +80,7 @@ class Pending:
         self._result: Tensor | None = result
         self._error: LaneError | None = None
         self._ready: torch.cuda.Event | None = None
-        self._kernels_end: torch.cuda.Event | None = None
+        self.kernels_end: torch.cuda.Event | None = None
         self._cuda = result.device if result.device.type == "cuda" else None
         self.of_inference = result.is_inference()
         devices: list[int | str | torch.device] | None = None
@@ -103,7 +104,7 @@ class Pending:
         """End the wait, well or with the error; on CUDA the waiters' streams wait for the current one."""
         self._error = error
         if self._cuda is not None and error is None:
-            self._kernels_end = current_stream(self._cuda).record_event()
+            self.kernels_end = current_stream(self._cuda).record_event()
         assert self._result is not None  # finished once
         self.ended.set_result(self._result)
         self._result = None  # a future that is kept should not keep the tensor twice
@@ -114,12 +115,7 @@ class Pending:
 
     def is_completed(self) -> bool:
         """Return whether the task has ended, well or badly; on CUDA whether its kernels have."""
-        return self.ended.done() and (self._kernels_end is None or self._kernels_end.query())
-
-    @property
-    def kernels_end(self) -> torch.cuda.Event | None:
-        """The event at the end of the task's kernels; None before they are launched, and on a CPU."""
-        return self._kernels_end
+        return self.ended.done() and (self.kernels_end is None or self.kernels_end.query())
 
     @property
     def arrived(self) -> bool:
