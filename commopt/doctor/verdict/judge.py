@@ -34,12 +34,12 @@ FINE, SLOW = "as it should be", "slow"
 class Cause:
     """Why something is slow.
 
-    weight: how many times slower than it should be.
+    weight: how many times slower than it should be; None where nothing gets through.
     text: a sentence.
     remedy: a command that can be pasted, or "".
     """
 
-    weight: float
+    weight: float | None
     text: str
     remedy: str = ""
 
@@ -75,7 +75,7 @@ class Verdict:
 def judge(found: Measurements) -> Verdict:
     """Return the verdict on measurements: causes by weight, what to try first, and what not to expect."""
     found = replace(found, wires=tuple(_at_least(wire, found) for wire in found.wires))
-    causes = tuple(sorted(_causes(found), key=lambda cause: -cause.weight))
+    causes = tuple(sorted(_causes(found), key=lambda cause: -(cause.weight or 0.0)))
     measured = bool(found.levels) or any(wire.gbps is not None for wire in found.wires)
     silent = _silent(found)
     if silent is not None:
@@ -133,7 +133,7 @@ def _silent(found: Measurements) -> Cause | None:
     loopback = where.startswith(("127.", "::1"))
     text = f"{'loopback is' if loopback else 'an address is'} offered to other nodes, which get no answer: {where}"
     remedy = f"export {_variable(found)}={best}" if best else problem.remedy.partition(";")[0]
-    return Cause(float("inf"), text, remedy)
+    return Cause(None, text, remedy)
 
 
 def _causes(found: Measurements) -> Iterator[Cause]:
