@@ -81,7 +81,8 @@ def test_from_a_clone_to_a_script_on_two_nodes(tmp_path: Path) -> None:
         timeout=840,
     )
     assert done.returncode == 0, done.stderr
-    assert len(re.findall(r"^loss [\d.]+, \d+ ms per step$", done.stdout, re.M)) == 3
+    assert len(re.findall(r"^loss [\d.]+, \d+ ms per step$", done.stdout, re.M)) == 4
+    assert "As it should be: 2 nodes of 2, 4 ranks" in done.stdout
     assert "Cast(dtype=torch.bfloat16)" in done.stdout  # the report, where a long name goes on below
 
 
