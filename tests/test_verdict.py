@@ -6,11 +6,13 @@ from __future__ import annotations
 import json
 import random
 import string
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from bench.evidence import verdict as evidence
 from commopt.doctor.verdict.facts import Gain, InterfaceRates, Level, Measurements, Pace, Problem, Training
 from commopt.doctor.verdict.judge import AS_IT_SHOULD_BE, NOT_MEASURED, SLOWER, judge
 from commopt.doctor.verdict.show import MOST_LINES, changes, lines_of
@@ -242,6 +244,20 @@ def test_measurements_come_back_from_a_file(seed: int, tmp_path: Path) -> None:
     found = made_up(random.Random(seed))
     found.save(tmp_path / "then.json")
     assert Measurements.load(tmp_path / "then.json") == found
+
+
+def test_a_document_gets_the_verdict_on_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "verdict.json"
+    file.write_text(json.dumps({"header": {}, "measured": HEALTHY.as_document()}))
+    monkeypatch.setattr(sys, "argv", ["verdict", "--show", str(file)])
+    assert evidence.main() == 0
+    assert capsys.readouterr().out.splitlines() == ["```text", *lines_of(judge(HEALTHY)), "```"]
+    file.write_text('{"measured": {"nodes": 3}}')
+    with pytest.raises(SystemExit):
+        evidence.main()
+    assert "is none of python -m bench.evidence.verdict --json" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize(

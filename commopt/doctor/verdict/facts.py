@@ -181,9 +181,14 @@ class Measurements:
     def load(cls, path: str | Path) -> Measurements:
         """Read a file of `save`. Raises ConfigurationError, naming the fault, for anything else."""
         try:
-            found: Measurements = read_as(cls, load(read_text(path), "the file", FORMAT), "measurements")
+            return cls.read(load(read_text(path), "the file", FORMAT))
         except ConfigurationError as error:
             raise ConfigurationError(f"{path}: {error}; measure again with --save") from None
+
+    @classmethod
+    def read(cls, document: Mapping[str, Any]) -> Measurements:
+        """Read the values of `as_document`. Raises ConfigurationError, naming the fault, for others."""
+        found: Measurements = read_as(cls, document, "measurements")
         return found
 
 
