@@ -135,9 +135,9 @@ def tables(outcomes: Sequence[Outcome]) -> list[Table]:
 
 def title(environment: dict[str, Any]) -> str:
     """Say where and when."""
-    keys = ("gpu", "torch", "cuda", "nccl", "revision", "date")
-    gpu, torch, cuda, nccl, revision, date = (str(environment.get(key, "unknown")) for key in keys)
-    return f"{gpu}, torch {torch}, CUDA {cuda}, NCCL {nccl}, commopt at {revision}, {date[:10]}"
+    names = {"gpu": "", "torch": "torch ", "cuda": "CUDA ", "nccl": "NCCL ", "revision": "commopt at "}
+    known = [f"{name}{environment[key]}" for key, name in names.items() if environment.get(key) is not None]
+    return ", ".join([*known, environment["date"][:10]])
 
 
 def print_tables(path: Path) -> None:
