@@ -108,7 +108,7 @@ def stop_one(rank: int, world_size: int, folder: str, victim: int) -> Stopped | 
     except commopt.LaneError as failure:
         error = str(failure)
     silent = heard.wait_for(f"no heartbeat from rank {victim} ", 1)
-    missing = heard.wait_for("to which these have not come", 1)
+    missing = heard.wait_for("still missing: ", 1)
     Path(folder, f"done{rank}").touch()
     if rank == (victim + 1) % world_size:
         wait_until(lambda: len(list(Path(folder).glob("done*"))) == world_size - 1)
@@ -210,7 +210,7 @@ def evaluate_on_one(rank: int, world_size: int) -> list[str]:
 def test_a_rank_that_evaluates_is_named_with_its_stack_and_nothing_fails(tmp_path: Path) -> None:
     results = run(evaluate_on_one, 3, env={**FAST, "COMMOPT_FLIGHT": str(tmp_path)}, fresh=True)
     for rank, lines in enumerate(results):
-        (named, *_) = [line for line in lines if "to which these have not come" in line]
+        (named, *_) = [line for line in lines if "still missing: " in line]
         assert "rank 1 (" in named, f"rank {rank}"
         assert "phase evaluation, at evaluate (tests/test_heartbeat.py:" in named
         assert "nothing has failed yet" in named
@@ -406,7 +406,7 @@ def test_a_rank_that_has_come_is_not_missing_and_one_asks_for_all() -> None:
     assert len(heard.lines) == 1
     told = heard.lines[0][1]
     assert "3 rank(s) wait for 15 s in bucket 0 of 10 elements (HookState 0, operation 5)" in told
-    assert "these have not come: rank 3 (a, process 3), which is in step 2, bucket 0, phase backward" in told
+    assert "still missing: rank 3 (a, process 3), in step 2, bucket 0, phase backward" in told
     assert not any(f"rank {rank} (" in told for rank in range(3))
 
 

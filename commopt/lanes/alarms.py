@@ -20,16 +20,16 @@ def waits_text(alarm: Beat) -> str:
     """Return what is said of a task in which ranks wait."""
     wait = f"{alarm['waiting']} rank(s) wait for {alarm['waited_s']:.0f} s in {alarm['task']}"
     missing = [
-        f"rank {rank}{_process(beat)}, {'which has left' if 'left' in beat else 'which is ' + _doing(beat)}"
+        f"rank {rank}{_process(beat)}, {'it has left' if 'left' in beat else _doing(beat)}"
         for rank, beat in alarm["missing"].items()
     ]
     if missing:
         more = f" and {alarm['more']} more" if alarm["more"] else ""
-        return f"{wait}, to which these have not come: {'; '.join(missing)}{more}"
+        return f"{wait}; still missing: {'; '.join(missing)}{more}"
     elsewhere = "; ".join(f"rank {rank} is in {what}" for rank, what in alarm["others"].items())
     if elsewhere:
         return f"{wait}: {elsewhere}"
-    return f"{wait}, to which all have come: the network is slow or cut, or a kernel does not end"
+    return f"{wait}, and none is missing: the network is slow or cut, or a kernel does not end"
 
 
 def _process(beat: Beat) -> str:
