@@ -71,7 +71,8 @@ def launch(command: list[str]) -> str:
     environment = {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COMMOPT_RANKS_PER_NODE": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert "commopt run" not in done.stderr, done.stderr  # no model was left alone, and there was one
+    said = [line for line in done.stderr.splitlines() if "commopt run" in line and ": ranks from " not in line]
+    assert not said, done.stderr  # no model was left alone, and there was one
     return done.stdout
 
 

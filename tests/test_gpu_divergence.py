@@ -58,11 +58,11 @@ def test_a_flipped_bit_is_named(device: str) -> None:
     assert "it began between step 14 and step 16" in text
 
 
-@pytest.mark.gpu
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])
 @pytest.mark.alone
-def test_a_checksum_reads_memory_once() -> None:
+def test_a_checksum_reads_memory_once(device: str) -> None:
     """Of 2 GB it takes less than 20 ms, six times as long as to read them: copies in 64 bits would be slower."""
-    tensors = [torch.randn(50_000_000, device="cuda") for _ in range(10)]
+    tensors = [torch.randn(50_000_000, device=device) for _ in range(10)]
     checksum(tensors, tensors[0].device)
     times_ms = []
     for _ in range(5):

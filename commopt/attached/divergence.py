@@ -217,7 +217,7 @@ class DivergenceCheck:
                 mine[: len(words)] = torch.cat(words)
             team.all_gather(check.table.view(-1), mine)
             if device.type == "cuda":
-                check.host = torch.empty(check.table.shape, dtype=torch.int64, pin_memory=True)
+                check.host = torch.empty(check.table.shape, dtype=torch.int64, device="cpu", pin_memory=True)
                 check.host.copy_(check.table, non_blocking=True)
                 check.copied = current_stream(device).record_event()
 
