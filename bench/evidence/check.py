@@ -54,6 +54,7 @@ MEASURES: Mapping[str, Sequence[str]] = {
     "scaling": (*_STEP, "bench/evidence/scaling"),
     "server_link": ("commopt/server", "bench/evidence/server_link.py"),
     "training": (*_STEP, "bench/training"),
+    "verdict": ("commopt/doctor/verdict", "commopt/probe", "commopt/cost", "bench/evidence/verdict.py"),
     "tuning": (*_STEP, "commopt/cost", "bench/evidence/tuning"),
 }
 """What each kind of result measures, as paths of this repository. A new benchmark adds a line."""
