@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,15 @@ print(json.dumps({
     "doc": __doc__, "optimized": __debug__, "imports": sorted(set(vars(__main__)) - {"__annotations__"}),
 }))
 """
+
+
+@pytest.fixture(autouse=True)
+def _no_module_stays() -> Iterator[None]:
+    """Every test's `package` lies in a folder of its own; one that stayed would be the next test's."""
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
 
 
 @pytest.fixture
@@ -56,12 +66,7 @@ def under_run(
     monkeypatch.syspath_prepend(str(folder))
     is_module = arguments[0] == "-m"
     target, *rest = arguments[1:] if is_module else arguments
-    before = set(sys.modules)
-    try:
-        Script(target, tuple(rest), is_module).run()
-    finally:
-        for name in set(sys.modules) - before:
-            del sys.modules[name]
+    Script(target, tuple(rest), is_module).run()
     return json.loads(capsys.readouterr().out)
 
 
