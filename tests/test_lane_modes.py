@@ -57,12 +57,14 @@ class Inline(WorkerLane):
         with self._order:
             self._own.busy = here.busy = True
             try:
-                error = self._run(task, pending)
+                started = self._run(task, pending)
+                if started is not None:
+                    self._run(task, pending, started.finish)
             finally:
                 self._own.busy = here.busy = False
-        pending.finish(error)
-        if error is not None:
-            raise LaneError(*error.args)
+        pending.finish(self._error)
+        if self._error is not None:
+            raise LaneError(*self._error.args)
         return pending
 
 

@@ -174,6 +174,10 @@ class Aggregator(ConciseRepr, ABC):
 
     # ------------------------------------------------------------------------------------ properties
 
+    def sums_of(self, team: Team) -> Team | None:
+        """Return the team whose own all_reduce is all that `all_reduce` does over `team`, None where it does more."""
+        return None
+
     node_local: ClassVar[bool] = False
     """Whether nodes may end with results of their own, so that only a DDP model can use it, and as a whole."""
 
@@ -281,6 +285,10 @@ class Flat(Aggregator):
         """Call all_reduce."""
         if buffer.numel():
             team.all_reduce(buffer, scale=scale)
+
+    def sums_of(self, team: Team) -> Team | None:
+        """Return `team`."""
+        return team
 
     def calls(self, buffer: Buffer, team: TeamShape) -> tuple[Action, ...]:
         """Return one all_reduce."""

@@ -126,6 +126,12 @@ class Hierarchical(Aggregator):
             if context.path:  # the level that this one is part of looks at first elements only
                 mark_non_finite(buffer, finite)
 
+    def sums_of(self, team: Team) -> Team | None:
+        """Return that of `inter` where there is one level, None otherwise."""
+        if levels_of(self.inter, team)[0] is not None:
+            return None
+        return alone(self._across(team), team).sums_of(team.inter or team)
+
     def _through_leaders(
         self, buffer: Tensor, levels: Levels, leaders: int, scale: float, context: BufferContext
     ) -> Tensor:

@@ -26,8 +26,9 @@ from commopt.feedback import (
     sample_numel,
     sample_stride,
 )
-from commopt.groups import Team, TeamShape, WireBytes
+from commopt.groups import Started, Team, TeamShape, WireBytes
 from commopt.lanes import Agreement, LaneClient, Pending
+from commopt.recording import MessageRecorder
 
 _FLAT = Flat()
 _FOLD_AFTER = 64
@@ -72,6 +73,7 @@ class Reduction:
     turn: is entered around the message, and raises unless it is the same message on all ranks.
     exact_sample: compares the result with the exact one.
     recorded: takes the times of the message.
+    plain_team: its own all_reduce is the whole message, and the next one can be started beside it; None otherwise.
     """
 
     buffer: Tensor
@@ -90,7 +92,8 @@ class Reduction:
     scatter: Callable[..., None] | None = None
     turn: AbstractContextManager[None] | None = None
     exact_sample: ExactSample | None = None
-    recorded: AbstractContextManager[None] | None = None
+    recorded: MessageRecorder | None = None
+    plain_team: Team | None = field(default=None, init=False)
 
     def __str__(self) -> str:
         return f"{self.title or f'bucket {self.number}'} by {self.aggregator}"
@@ -110,7 +113,17 @@ class Reduction:
         numel, also = layout.numel, self.base
         if self.source is not None:
             numel, also = self.source.numel(), self.source
-        return client.submit(self, run, buffer, () if also is None else (also,), numel)
+        if buffer.device.type == "cpu":
+            self._note_plain_team()
+        inputs = () if also is None else (also,)
+        return client.submit(self, run, buffer, inputs, numel, overlaps=self.plain_team is not None)
+
+    def _note_plain_team(self) -> None:
+        if self.scatter or self.spans or self.base is not None or self.turn or self.exact_sample:
+            return
+        team = self.aggregator.sums_of(self.team)
+        if team is not None and team.starts_all_reduce(self.buffer):
+            self.plain_team = team
 
     def _count_sums(self, sent: SentBytes) -> None:
         """Count the small sums that go with the message."""
@@ -133,21 +146,39 @@ class Reduction:
         """Whether it begins with a float32 for each parameter that all ranks add up, as Adam needs where some rest."""
         return self.step.skips and self.aggregator.adam is not None
 
-    def __call__(self) -> None:
-        """Average the buffer, on the lane."""
-        if self.turn is self.recorded is None:
-            self._average_or_replay()
-            return
-        with self.turn or _NOTHING, self.recorded or _NOTHING:
-            self._average_or_replay()
-
-    def _average_or_replay(self) -> None:
-        store, replay = self.step.store, self.step.replay
+    def __call__(self) -> Started | None:
+        """Average the buffer, on the lane; return what goes on there while the next message begins."""
+        store = self.step.store
         if store is not None and self.number == 0:
             store.transaction.begin_step()
             store.transaction.commits = []
-        if replay is None or not replay(self):
+        if self.plain_team is not None:
+            return self._start(self.plain_team)
+        replay = self.step.replay
+        if self.turn is not None or self.recorded is not None:
+            with self.turn or _NOTHING, self.recorded or _NOTHING:
+                if replay is None or not replay(self):
+                    self.average()
+        elif replay is None or not replay(self):
             self.average()
+        return None
+
+    def _start(self, team: Team) -> Started:
+        recorded, flat = self.recorded, self.buffer.view(-1)
+        if recorded is not None:
+            recorded.__enter__()
+        context, scale = self._context(flat, self._loss_scale())
+        started = team.start_all_reduce(flat, scale=context.flush_into(flat, scale))
+        if recorded is not None:
+            recorded.leave()
+
+        def finish() -> None:
+            started.finish()
+            if recorded is not None:
+                recorded.finish()
+            self._end([flat])
+
+        return replace(started, finish=finish)
 
     def average(self) -> None:
         """Average the buffer, kernel by kernel."""
@@ -157,14 +188,9 @@ class Reduction:
         loss_scale = None
         if self.step.scaler is not None or self.unit != 1.0:
             loss_scale = self._loss_scale()
-        if store is None:
-            context = BufferContext.unremembered(flat.numel())
-        else:
-            number, rank = self.step.number, team.ranks[team.rank]
-            context = context_for(self.aggregator, self.layout, team, store, number, self.number, rank, loss_scale)
+        context, scale = self._context(flat, loss_scale)
         if self.aggregator.adam is not None:
             context = replace(context, steps=self._count_steps(flat))
-        scale = 1.0 / team.size if self.scale is None else self.scale
         results = [flat]
         if self.scatter is not None:
             self.scatter(flat, self.source, scale=scale, context=context)
@@ -181,12 +207,25 @@ class Reduction:
             self._put_back(flat)
             whole = self.buffer.view(-1)
             results = results and [whole[begin:end] for begin, end in self.spans]  # `flat` ends with the bucket
-        if store is not None:
+        self._end(results)
+        if self.base is not None:
+            flat.sub_(self.base)
+
+    def _context(self, flat: Tensor, loss_scale: Tensor | None) -> tuple[BufferContext, float]:
+        """Return the context of the message, and the factor of its sum."""
+        store, team = self.step.store, self.team
+        scale = 1.0 / team.size if self.scale is None else self.scale
+        if store is None:
+            return BufferContext.unremembered(flat.numel()), scale
+        number, rank = self.step.number, team.ranks[team.rank]
+        return context_for(self.aggregator, self.layout, team, store, number, self.number, rank, loss_scale), scale
+
+    def _end(self, results: list[Tensor]) -> None:
+        """Let the store know the end of the message. results: where something is not finite if anything is not."""
+        if (store := self.step.store) is not None:
             store.transaction.end_bucket(results, last=self.last)
             if self.last and store.transaction.steps == 1:  # DDP's first step has one bucket of everything
                 store.scratch.clear()
-        if self.base is not None:
-            flat.sub_(self.base)
 
     def _loss_scale(self) -> Tensor | None:
         """Return the factor between `.grad` and the values here, None for 1. No host sync."""

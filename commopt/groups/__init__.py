@@ -8,6 +8,7 @@ from commopt.groups.shape import TeamShape, WireBytes, WireModel
 from commopt.groups.sites import SITE_VARIABLE, require_site
 from commopt.groups.store import LimitedStore, close_stores
 from commopt.groups.team import (
+    Started,
     Team,
     all_gather_single,
     broadcast_bytes,
@@ -23,6 +24,7 @@ __all__ = [
     "SITE_VARIABLE",
     "LimitedStore",
     "Membership",
+    "Started",
     "Team",
     "TeamShape",
     "WireBytes",

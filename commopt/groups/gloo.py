@@ -57,7 +57,7 @@ def all_reduce(tensor: Tensor, group: dist.ProcessGroup, scale: float = 1.0) -> 
     Where gloo's own all_reduce is not used, every rank adds up one chunk, in rank order, and the sums go round a ring.
     Each rank scales its own values first. 16-bit floats are added in float32 and rounded once.
     """
-    if _use_gloo_ring(tensor, group):
+    if uses_gloo_ring(tensor, group):
         dist.all_reduce(apply_scale(tensor, scale), group=group)
         return
     rank, world_size = group.rank(), group.size()
@@ -100,7 +100,7 @@ def lost_peers(group: dist.ProcessGroup) -> list[int]:
     return lost
 
 
-def _use_gloo_ring(tensor: Tensor, group: dist.ProcessGroup) -> bool:
+def uses_gloo_ring(tensor: Tensor, group: dist.ProcessGroup) -> bool:
     """Return whether to call gloo's own all_reduce, as stock DDP does: always, but for two kinds of messages.
 
     It would add 16-bit floats in their own dtype. Between two ranks the exchange of short messages takes a step less.

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias, cast
 from weakref import ref
@@ -35,6 +36,19 @@ _OVER_NCCL: dict[str, Collective] = {
 }
 
 _ABORT_LIMIT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Started:
+    """A collective that goes on in threads of its own, while its caller starts another.
+
+    future: done when it has ended, well or badly.
+    finish: does the rest, and raises what went wrong; to be called then.
+    """
+
+    future: torch.futures.Future[Any]
+    finish: Callable[[], None]
+
 
 _detaching = threading.Lock()  # a failing lane and its watcher may both close teams
 
@@ -81,6 +95,35 @@ class Team(TeamShape):
             self._run("all_reduce", gloo.all_reduce, tensor, scale=scale)
         else:
             self._run("all_reduce", dist.all_reduce, apply_scale(tensor, scale))
+
+    def starts_all_reduce(self, tensor: Tensor) -> bool:
+        """Return whether `start_all_reduce` can: on a CPU, by gloo's own all_reduce, which has threads of its own."""
+        if tensor.device.type != "cpu" or self.size == 1 or not self._on_gloo(tensor):
+            return False
+        group = self._live_group()
+        return group is not None and (self.node_count < self.size or gloo.uses_gloo_ring(tensor, group))
+
+    def start_all_reduce(self, tensor: Tensor, *, scale: float = 1.0) -> Started:
+        """Start what `all_reduce` does, and return. Two at once fill the pauses of each other's rings."""
+        group = self._require_group("all_reduce")
+        span = recording.primitive(self.level, "all_reduce", tensor.nbytes)
+        span.__enter__()
+        try:
+            work = dist.all_reduce(apply_scale(tensor, scale), group=group, async_op=True)
+        except RuntimeError as error:
+            self._raise_of_peer(error, "all_reduce")
+            raise
+        assert work is not None  # this rank is in the group
+
+        def finish() -> None:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                self._raise_of_peer(error, "all_reduce")
+                raise
+            span.__exit__(None, None, None)
+
+        return Started(work.get_future(), finish)
 
     def reduce(self, tensor: Tensor, dst: int) -> None:
         """Sum into `tensor` of rank `dst`; the other ranks' tensors are left undefined."""
@@ -181,12 +224,7 @@ class Team(TeamShape):
             call = over_gloo
         elif backend == "nccl":
             call = _OVER_NCCL.get(primitive, call)
-        group = None if self._closed else self._live_group()
-        if group is None:
-            raise LaneError(
-                f"{primitive} over ranks {self.ranks}: the process group was destroyed meanwhile; after "
-                f"init_process_group() make a new HookState or Communicator"
-            )
+        group = self._require_group(primitive)
         try:
             with recording.primitive(self.level, primitive, source.nbytes):
                 if output.device.type == "cpu" or not on_gloo:
@@ -195,11 +233,22 @@ class Team(TeamShape):
                     here = [tensor.cpu() for tensor in tensors]
                     call(*here, group=group, **how)
                     output.copy_(here[0])
-        except CommoptError:
-            raise
         except RuntimeError as error:
-            if not _may_come_from_a_peer(error):
-                raise
+            self._raise_of_peer(error, primitive)
+            raise
+
+    def _require_group(self, primitive: str) -> dist.ProcessGroup:
+        group = None if self._closed or self._group is None else self._group()
+        if group is None or not is_alive(group):
+            raise LaneError(
+                f"{primitive} over ranks {self.ranks}: the process group was destroyed meanwhile; after "
+                f"init_process_group() make a new HookState or Communicator"
+            )
+        return group
+
+    def _raise_of_peer(self, error: RuntimeError, primitive: str) -> None:
+        """Raise a TransportError for an error that may come from a peer."""
+        if not isinstance(error, CommoptError) and _may_come_from_a_peer(error):
             raise TransportError(f"{primitive} over ranks {self.ranks} failed: {error}") from error
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from commopt.errors import CommoptError, ConfigurationError, LaneError, TransportError
-from commopt.groups import Membership, join, read_arguments, require_site
+from commopt.groups import Membership, Started, join, read_arguments, require_site
 from commopt.groups.agreement import PATIENCE_S
 from commopt.lanes import activity, flight, heartbeat
 from commopt.lanes.failure import publish_uncaught
@@ -89,14 +89,17 @@ class LaneClient:
     def submit(
         self,
         title: object,
-        run: Callable[[], None],
+        run: Callable[[], Started | None],
         result: Tensor,
         inputs: Sequence[Tensor] = (),
         numel: int = 0,
+        *,
+        overlaps: bool = False,
     ) -> Pending:
         """Queue a task of `numel` elements on the lane of the device of `result`, as Lane.submit; all ranks must.
 
-        title: its text names the task in errors. Raises ConfigurationError when the process group was destroyed.
+        title: its text names the task in errors. overlaps: as Task has it. Raises ConfigurationError when the process
+        group was destroyed.
         """
         if self.closed:
             self.require_open(str(title))
@@ -109,10 +112,10 @@ class LaneClient:
             self._lane = lane_for(device)
             self._first_device = self._first_device or device
         self.submitted = number = next(self._sequence)
-        task = Task(membership, self.name, number, run, title, numel, device.type)
+        task = Task(membership, self.name, number, run, title, numel, device.type, overlaps)
         return self._lane.submit(task, result, inputs)
 
-    def run(self, task: Callable[[], None], title: str, device: torch.device | None = None) -> Pending:
+    def run(self, task: Callable[[], Started | None], title: str, device: torch.device | None = None) -> Pending:
         """Queue a task of another kind on the lane of `device`, by default the first one used; all ranks must."""
         # Not the last one: parameters on another device than the gradients would take the meetings to another lane.
         device = device or self._first_device or self.team.default_device
@@ -187,12 +190,11 @@ class Agreement:
                 raise
             self._error = error
 
-    def guard(self, task: Callable[[], None]) -> Callable[[], None]:
+    def guard(self, task: Callable[[], Started | None]) -> Callable[[], Started | None]:
         """Return a task that does what `task` does, unless ranks have disagreed before it."""
 
-        def run() -> None:
-            if self._error is None:
-                task()
+        def run() -> Started | None:
+            return task() if self._error is None else None
 
         return run
 

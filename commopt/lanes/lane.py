@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,11 +18,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from commopt.cuda_streams import current_stream
 from commopt.errors import CommoptError, LaneError
-from commopt.groups import Membership
+from commopt.groups import Membership, Started
 from commopt.lanes.failure import fail
 
 _CLOSE_TIMEOUT_S = 5.0
 _LOOK_S = 0.5
+_AT_ONCE = 2
+_ENDED = object()  # an exchange has ended
 
 
 @dataclass(eq=False, slots=True)
@@ -30,17 +33,19 @@ class Task:
 
     owner: the name of the client that submits it.
     sequence: its number among the client's tasks.
-    run: communicates, and leaves its outcome in the tensor that is submitted beside it.
+    run: communicates, and leaves its outcome in the tensor that is submitted beside it; or returns what goes on.
     title: its text names the task in errors, and is asked for only there.
+    overlaps: whether it may run while the one before it goes on, if that overlaps too.
     """
 
     membership: Membership
     owner: str
     sequence: int
-    run: Callable[[], None]
+    run: Callable[[], Started | None]
     title: object
     numel: int
     device_type: str
+    overlaps: bool = False
 
     def __str__(self) -> str:
         return f"{self.owner}, operation {self.sequence}: {self.title} of {self.numel} elements"
@@ -188,23 +193,23 @@ class Lane(ABC):
         """Return what to raise: a traceback of the same error would keep the frames of every caller alive."""
         return LaneError(*error.args)
 
-    def _run(self, task: Task, pending: Pending) -> LaneError | None:
-        """Run `task` in the calling thread; return the error that now poisons the lane, if any.
+    def _run(self, task: Task, pending: Pending, finish: Callable[[], None] | None = None) -> Started | None:
+        """Run `task` in the calling thread, or only what is left of it; return what goes on, None when it has ended.
 
-        Ctrl-C poisons it too, and goes on.
+        `_error` is set if the lane is poisoned by then. Ctrl-C poisons it too, and goes on.
         """
         if self._error is not None:
-            return self._error
+            return None
         self._task = task
+        run = finish or task.run
         try:
-            if task.membership.order is not None:
+            if task.membership.order is not None and finish is None:
                 task.membership.require_same_order(task.device_type, str(task))
             # A tensor made in inference mode can be written in no other.
             if _is_fresh(inference=pending.of_inference):
-                task.run()
-            else:
-                with fresh_modes(inference=pending.of_inference):
-                    task.run()
+                return run()
+            with fresh_modes(inference=pending.of_inference):
+                return run()
         except BaseException as error:
             with self._verdict:
                 self._error = _reported(task, error)
@@ -212,7 +217,7 @@ class Lane(ABC):
                 raise
         finally:
             self._task = None
-        return self._error
+        return None
 
 
 def _reported(task: Task, error: BaseException) -> LaneError:
@@ -255,15 +260,26 @@ def fresh_modes(*, inference: bool) -> Iterator[None]:
             torch._C._push_on_torch_function_stack(mode)
 
 
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    """A task whose exchange goes on."""
+
+    task: Task
+    pending: Pending
+    started: Started
+
+
 class WorkerLane(Lane):
     """The CPU lane: one thread that runs tasks first in, first out, while backward goes on.
 
-    Gloo's collectives block their caller; gloo releases the GIL.
+    Gloo's collectives block their caller; gloo releases the GIL. Tasks that overlap are started, up to two at once, as
+    stock DDP starts its buckets: gloo has as many threads. They end in their order.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._queue: SimpleQueue[tuple[Task, Pending] | threading.Event | None] = SimpleQueue()
+        # An item: a task, an event that asks for the end of all before it, None for the end of the lane; or _ENDED.
+        self._queue: SimpleQueue[tuple[Task, Pending] | threading.Event | object | None] = SimpleQueue()
         # A daemon: a peer that never answers must not keep this process from exiting.
         self._thread = threading.Thread(target=self._run_queue, name="commopt-lane", daemon=True)
         self._thread.start()
@@ -287,10 +303,39 @@ class WorkerLane(Lane):
 
     def _run_queue(self) -> None:
         self._own.busy = True
-        while (item := self._queue.get()) is not None:
-            if isinstance(item, threading.Event):
-                item.set()
-                continue
-            task, pending = item
-            pending.finish(self._run(task, pending))
-            del item, task, pending  # keep no tensor alive while idle
+        waiting: deque[Any] = deque()
+        under_way: deque[_UnderWay] = deque()
+        while True:
+            item = self._queue.get()
+            if item is not _ENDED:
+                waiting.append(item)
+            del item  # keep no tensor alive while idle
+            while under_way and under_way[0].started.future.done():
+                self._end(under_way.popleft())
+            while waiting and (not under_way or self._may_overlap(waiting[0], under_way)):
+                if waiting[0] is None:
+                    return
+                if (goes_on := self._begin(waiting.popleft())) is not None:
+                    under_way.append(goes_on)
+            if under_way:
+                self._task = under_way[0].task
+
+    def _may_overlap(self, item: Any, under_way: Sequence[_UnderWay]) -> bool:
+        return isinstance(item, tuple) and item[0].overlaps and len(under_way) < _AT_ONCE
+
+    def _begin(self, item: tuple[Task, Pending] | threading.Event) -> _UnderWay | None:
+        """Run a task, or tell who waits that all before it has ended; return the task if it goes on."""
+        if isinstance(item, threading.Event):
+            item.set()
+            return None
+        task, pending = item
+        started = self._run(task, pending)
+        if started is None:
+            pending.finish(self._error)
+            return None
+        started.future.add_done_callback(lambda done: self._queue.put(_ENDED))
+        return _UnderWay(task, pending, started)
+
+    def _end(self, ended: _UnderWay) -> None:
+        self._run(ended.task, ended.pending, ended.started.finish)
+        ended.pending.finish(self._error)

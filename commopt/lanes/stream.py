@@ -53,7 +53,8 @@ class StreamLane(Lane):
                 for tensor in tensors:
                     tensor.record_stream(self._stream)  # its memory may be freed by a stream that is ahead of the lane
                 with on_stream(self._stream):
-                    error = self._run(task, pending)
+                    self._run(task, pending)
+                    error = self._error
                     pending.finish(error)
                     # An event of a capture has no end that could be asked for.
                     if (end := pending.kernels_end) is not None and not torch.cuda.is_current_stream_capturing():

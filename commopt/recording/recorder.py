@@ -115,7 +115,19 @@ class MessageRecorder(AbstractContextManager[None]):
     ) -> None:
         _thread_state.message = self._before
         if kind is None:
-            self.finished = self.mark()
+            self.finished = _thread_state.ended = self.mark()
+
+    def leave(self) -> None:
+        """Let the thread run another message before this one has finished."""
+        _thread_state.message = self._before
+
+    def finish(self) -> None:
+        """End a message that was left. Of the time that it shared with the message before, nothing counts as its."""
+        before, self.finished = _thread_state.ended, self.mark()
+        _thread_state.ended = self.finished
+        self.started = max(self.started, before)
+        for span in self.spans:
+            span[-2] = max(span[-2], before)
 
     def record(self) -> MessageRecord:
         """Return the record, with marks for times."""
@@ -125,6 +137,8 @@ class MessageRecorder(AbstractContextManager[None]):
 
 class _ThreadState(threading.local):
     message: MessageRecorder | None = None
+    ended: Mark = 0
+    """The end of the message that ended last."""
 
 
 _thread_state = _ThreadState()

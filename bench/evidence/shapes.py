@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps beside stock DDP's on clusters of many shapes: `python -m bench.evidence.shapes --json FILE`, as root.
+
+On each cluster a small model trains with every strategy. They take turns of a few steps, so that a machine that is
+slower for a while is so for all. A step's time is the median over turns, and its share of stock DDP's the median over
+turns of the two, side by side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from bench.document import table
+from bench.environment import machine
+from bench.output import read_lines, write_results, written_by
+from bench.training.strategies import OTHERS, require_known, split_strategies
+from commopt.cluster import ClusterUnavailableError, EmulatedCluster
+from commopt.cluster.sites import EmulatedSites
+from commopt.command_line import CommandParser, content_of, output_file, whole
+from examples.train_gpt import choose_averaging
+
+PROGRAM = "bench.evidence.shapes"
+STOCK = "ddp"
+STRATEGIES = (STOCK, "flat", "hierarchical")
+SHAPES = (
+    *("1+1@100mbit", "1+1@1gbit", "2+2@100mbit", "2+2@1gbit", "4+4@200mbit", "3+1@100mbit", "1+1+1@100mbit"),
+    *("1+1+1+1@100mbit", "1+1+1+1@1gbit", "2+2+2+2@100mbit", "2+1+1+2@100mbit", "1+1+1+1+1+1+1+1@100mbit"),
+    *("1+1+1|1+1+1@500mbit/50mbit", "1+1+1|1+1+1@500mbit/50mbit:told", "1+1+1+1|1+1+1+1@200mbit/200mbit"),
+    *("1+1+1+1|1+1+1+1@200mbit/200mbit:told", "1+1+1|1+1@500mbit/50mbit:told"),
+)
+WARM_UP_STEPS = 4  # DDP rebuilds its buckets, and PowerSGD begins densely
+_UNUSABLE = 2
+_SHAPE = re.compile(r"([\d+|]+)@(\w+)(?:/(\w+))?(:told)?")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A cluster: ranks on each node, the rate of a node's link, and of a site's.
+
+    sites: nodes in each, () for one network.
+    told: whether ranks are told of the sites.
+    """
+
+    name: str
+    nodes: tuple[int, ...]
+    rate: str
+    sites: tuple[int, ...]
+    site_rate: str
+    told: bool
+
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        """Read "2+2+1@100mbit", or "1+1|1+1@500mbit/50mbit:told" with a bar between sites. Raises ValueError."""
+        found = _SHAPE.fullmatch(text)
+        if found is None:
+            raise ValueError(f"shape {text!r} must be as 2+2+1@100mbit, or 1+1|1+1@500mbit/50mbit:told with sites")
+        counts, rate, site_rate, told = found.groups()
+        sites = [[int(count) for count in site.split("+") if count] for site in counts.split("|")]
+        sizes = tuple(len(site) for site in sites) if len(sites) > 1 else ()
+        nodes = tuple(count for site in sites for count in site)
+        shape = cls(text, nodes, rate, sizes, site_rate or "none", bool(told))
+        shape.cluster()
+        return shape
+
+    def cluster(self) -> EmulatedCluster:
+        """Return the cluster, which is made when it is entered."""
+        sites = EmulatedSites(self.sites, self.site_rate, self.told)
+        return EmulatedCluster(len(self.nodes), self.nodes, rate=self.rate, sites=sites)
+
+    def __str__(self) -> str:
+        """Return what a reader wants to know: "4 x 1, 100mbit", "two sites of 3, 500mbit, 50mbit between, told"."""
+        ranks = set(self.nodes)
+        of_nodes = f"{len(self.nodes)} x {ranks.pop()}" if len(ranks) == 1 else "+".join(map(str, self.nodes))
+        if not self.sites:
+            return f"{of_nodes}, {self.rate}"
+        sites = "+".join(map(str, self.sites))
+        return f"{of_nodes} in sites of {sites}, {self.rate}, {self.site_rate} between{', told' if self.told else ''}"
+
+
+def _strategies(text: str) -> list[str]:
+    names = split_strategies(text)
+    for name in names:
+        require_known(name)
+    if STOCK not in names:
+        raise ValueError(f"strategies {text!r} must name {STOCK}, which the others are compared with")
+    return names
+
+
+def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the options of the command line, or of `arguments`."""
+    parser = CommandParser(prog=f"python -m {PROGRAM}", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--shapes",
+        type=Shape.parse,
+        nargs="+",
+        default=[Shape.parse(text) for text in SHAPES],
+        metavar="L+L[|L+L]@RATE[/RATE][:told]",
+        help="ranks of each node, a bar between sites, rate of a node's link, of a site's (default: many)",
+    )
+    parser.add_argument(
+        "--strategies", type=_strategies, default=list(STRATEGIES), metavar="NAME,...", help=",".join(STRATEGIES)
+    )
+    parser.add_argument("--turns", type=whole(1), default=7, help="of which the median counts (default 7)")
+    parser.add_argument("--steps", type=whole(1), default=3, help="of each strategy in a turn (default 3)")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--json", type=output_file, metavar="FILE", help="write JSON lines: environment, then each shape")
+    what.add_argument("--report", type=content_of(read), metavar="FILE", help="show such a file")
+    what.add_argument("--worker", help=argparse.SUPPRESS)  # a rank: where its rank 0 writes what it found
+    return parser.parse_args(arguments)
+
+
+# --------------------------------------------------------------------------------------------------- a rank
+
+
+class Contender:
+    """A model of 1.3 million parameters, its strategy, and its optimizer."""
+
+    def __init__(self, strategy: str) -> None:
+        torch.manual_seed(0)
+        layers = [nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)]
+        self.model: nn.Module = DistributedDataParallel(nn.Sequential(*layers))
+        self.state = None
+        if strategy in OTHERS:
+            OTHERS[strategy](self)  # type: ignore[arg-type]  # these look at the model alone
+        else:
+            self.state = choose_averaging(self.model, strategy)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.01)
+        self._draws = torch.Generator().manual_seed(dist.get_rank())
+
+    def step_s(self) -> float:
+        """Take a step; return its seconds."""
+        begin = time.perf_counter()
+        images = torch.randn(16, 256, generator=self._draws)
+        self.optimizer.zero_grad()
+        cross_entropy(self.model(images), images[:, :10].argmax(1)).backward()
+        self.optimizer.step()
+        return time.perf_counter() - begin
+
+
+def measure(options: argparse.Namespace) -> dict[str, list[float]]:
+    """Return by strategy what a step took in each turn, in seconds."""
+    contenders = {strategy: Contender(strategy) for strategy in options.strategies}
+    turns: dict[str, list[float]] = {strategy: [] for strategy in contenders}
+    for turn in range(options.turns + 1):
+        for strategy, contender in contenders.items():
+            dist.barrier()
+            taken = [contender.step_s() for _ in range(options.steps if turn else WARM_UP_STEPS)]
+            if turn:
+                turns[strategy].append(median(taken))
+    return turns
+
+
+def work(options: argparse.Namespace) -> None:
+    """Measure as one of the ranks."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    turns = measure(options)
+    if dist.get_rank() == 0:
+        Path(options.worker).write_text(json.dumps(turns))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+# -------------------------------------------------------------------------------------------------- the whole
+
+
+def measured(shape: Shape, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the record of one cluster. Raises ClusterUnavailableError where it cannot be made."""
+    given = ["--strategies", ",".join(options.strategies), "--turns", str(options.turns), "--steps", str(options.steps)]
+    with tempfile.TemporaryDirectory() as folder, shape.cluster() as cluster:
+        found = Path(folder, "found.json")
+        ended = cluster.run(["-m", PROGRAM, *given, "--worker", str(found)], capture=False)
+        if ended.returncode:
+            raise ClusterUnavailableError(f"the ranks of {shape} ended with status {ended.returncode}")
+        turns: dict[str, list[float]] = json.loads(found.read_text())
+    return {
+        "shape": shape.name,
+        "step_ms": {strategy: round(1e3 * median(took), 2) for strategy, took in turns.items()},
+        "share": {strategy: round(_share(took, turns[STOCK]), 4) for strategy, took in turns.items()},
+    }
+
+
+def _share(took: Sequence[float], stock: Sequence[float]) -> float:
+    return median(mine / its for mine, its in zip(took, stock, strict=True))
+
+
+def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the header of a file, and its rows. Raises ValueError when it holds something else."""
+    with written_by(f"{PROGRAM} --json", path):
+        return read_lines(path, "shape")
+
+
+def markdown(header: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table with a row for each cluster."""
+    strategies = [name for name in records[0]["share"] if name != STOCK]
+    rows = [
+        [
+            str(Shape.parse(record["shape"])),
+            f"{record['step_ms'][STOCK]:.0f}",
+            *(f"{record['share'][name]:.2f}" for name in strategies),
+        ]
+        for record in records
+    ]
+    caption = (
+        f"A step's share of stock DDP's, {header['turns']} turns of {header['steps']} steps, a model of 1.3 million "
+        f"parameters, {header['cpu_count']} processors for all nodes."
+    )
+    headings = ["nodes x ranks, rate of a link", "stock, ms", *(f"`{name}`" for name in strategies)]
+    return f"{table(headings, rows)}\n\n{caption}"
+
+
+def main() -> int:
+    """Measure, and report; return the exit status."""
+    options = parse_options()
+    if options.worker:
+        work(options)
+        return 0
+    if options.report:
+        print(markdown(*options.report))
+        return 0
+    header = {
+        **{"kind": "shapes", **machine(), "turns": options.turns, "steps": options.steps},
+        "command": shlex.join(["python", "-m", PROGRAM, *sys.argv[1:]]),
+    }
+    records = []
+    for shape in options.shapes:
+        try:
+            records.append(measured(shape, options))
+        except ClusterUnavailableError as error:
+            print(f"{PROGRAM}: {error}", file=sys.stderr)
+            return _UNUSABLE
+        print(f"{shape}: {records[-1]['step_ms']}", file=sys.stderr, flush=True)
+        if options.json:
+            write_results(options.json, header, "shape", records)
+    print(markdown(header, records))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
