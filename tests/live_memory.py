@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_flatten
 
 from commopt.attached.local_sgd import ParameterAverages
 from commopt.attached.reduction import Reduction
+from commopt.groups import Started
 
 
 @dataclass
@@ -46,13 +47,13 @@ class LiveMemory:
         self._patches = ExitStack()
 
     def __enter__(self) -> LiveMemory:
-        run: Callable[[Reduction], None] = Reduction.__call__
+        run: Callable[[Reduction], Started | None] = Reduction.__call__
 
-        def counted(reduction: Reduction) -> None:
+        def counted(reduction: Reduction) -> Started | None:
             given = (reduction.buffer, reduction.base, reduction.source)
             outside = [each for each in given if each is not None]
             with _Mode(self, outside):
-                run(reduction)
+                return run(reduction)
 
         turn: Callable[[ParameterAverages], None] = ParameterAverages.take_turn
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest.mock import patch
@@ -43,7 +44,10 @@ class Exchanges:
 
         def start() -> Started | None:
             self._note(self.begun, number)
-            return Started(self.futures[number], finish) if overlaps else finish()
+            if overlaps:
+                return Started(self.futures[number], finish)
+            finish()
+            return None
 
         membership = join()
         task = Task(membership, "test", number, start, f"task {number}", 1, "cpu", overlaps)
@@ -56,7 +60,10 @@ class Exchanges:
     def wait_for(self, condition: Callable[[], bool]) -> None:
         """Wait until a condition of `begun` and `finished` holds."""
         with self._changed:
-            assert self._changed.wait_for(condition, LIMIT_S), (self.begun, self.finished)
+            deadline = time.monotonic() + LIMIT_S
+            while not condition():
+                assert time.monotonic() < deadline, (self.begun, self.finished)
+                self._changed.wait(0.05)
 
     def _note(self, where: list[int], number: int) -> None:
         with self._changed:
@@ -102,14 +109,14 @@ def test_what_does_not_overlap_has_the_lane_for_itself(exchanges: Exchanges) -> 
 def test_whoever_waits_for_the_lane_waits_for_what_goes_on(exchanges: Exchanges) -> None:
     exchanges.submit(0)
     exchanges.wait_for(lambda: exchanges.begun == [0])
-    waited = threading.Event()
-    threading.Thread(target=lambda: exchanges.lane.finish() and waited.set(), daemon=True).start()
-    place = exchanges.lane.under_way()
-    assert place is not None
-    assert place.sequence == 0
-    assert not waited.wait(0.2)
+    waiter = threading.Thread(target=exchanges.lane.finish, daemon=True)
+    waiter.start()
+    exchanges.wait_for(lambda: exchanges.lane.under_way() is not None)
+    waiter.join(0.2)
+    assert waiter.is_alive()
     exchanges.end(0)
-    assert waited.wait(LIMIT_S)
+    waiter.join(LIMIT_S)
+    assert not waiter.is_alive()
     assert exchanges.lane.under_way() is None
 
 
@@ -184,7 +191,7 @@ def averages_are_exact(rank: int, world_size: int, preset: str) -> int:
             with torch.no_grad():
                 for parameter in ddp.parameters():
                     assert parameter.grad is not None
-                    parameter -= 0.1 * parameter.grad
+                    parameter.sub_(parameter.grad, alpha=0.1)
         return asked.call_count
 
 
