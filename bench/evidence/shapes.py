@@ -23,18 +23,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
+import commopt
 from bench.document import table
 from bench.environment import machine
+from bench.models import Trainable
 from bench.output import read_lines, write_results, written_by
-from bench.training.strategies import OTHERS, require_known, split_strategies
+from bench.training.strategies import enter, require_known, split_strategies
 from commopt.cluster import ClusterUnavailableError, EmulatedCluster
 from commopt.cluster.sites import EmulatedSites
 from commopt.command_line import CommandParser, content_of, output_file, whole
-from examples.train_gpt import choose_averaging
 
 PROGRAM = "bench.evidence.shapes"
 STOCK = "ddp"
@@ -129,42 +130,55 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 # --------------------------------------------------------------------------------------------------- a rank
 
 
-class Contender:
-    """A model of 1.3 million parameters, its strategy, and its optimizer."""
+class SmallTraining:
+    """A bench.models.Trainable of 1.3 million parameters, in messages of 1 and 4 MiB."""
 
-    def __init__(self, strategy: str) -> None:
+    evaluation = "its batches, which are not held out"
+
+    def __init__(self) -> None:
         torch.manual_seed(0)
         layers = [nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)]
         self.model: nn.Module = DistributedDataParallel(nn.Sequential(*layers))
-        self.state = None
-        if strategy in OTHERS:
-            OTHERS[strategy](self)  # type: ignore[arg-type]  # these look at the model alone
-        else:
-            self.state = choose_averaging(self.model, strategy)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.01)
+        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), 0.01)
+        self.device = torch.device("cpu")
         self._draws = torch.Generator().manual_seed(dist.get_rank())
 
-    def step_s(self) -> float:
-        """Take a step; return its seconds."""
-        begin = time.perf_counter()
+    def step(self) -> Tensor:
+        """Do one optimizer step; return the loss."""
         images = torch.randn(16, 256, generator=self._draws)
         self.optimizer.zero_grad()
-        cross_entropy(self.model(images), images[:, :10].argmax(1)).backward()
+        loss = cross_entropy(self.model(images), images[:, :10].argmax(1))
+        loss.backward()
         self.optimizer.step()
-        return time.perf_counter() - begin
+        return loss.detach()
+
+    def held_out_loss(self) -> float:
+        """Return the loss of a step."""
+        return float(self.step())
+
+    def follow(self, state: commopt.CommState | None) -> None:
+        """Take the optimizer that goes with the hook, where the hook does Adam's part of AdamW."""
+        if state is not None and (aggregator := state.aggregator) is not None and aggregator.adam is not None:
+            raise ValueError(f"{aggregator} makes Adam's directions, and this model is trained by SGD")
 
 
 def measure(options: argparse.Namespace) -> dict[str, list[float]]:
     """Return by strategy what a step took in each turn, in seconds."""
-    contenders = {strategy: Contender(strategy) for strategy in options.strategies}
-    turns: dict[str, list[float]] = {strategy: [] for strategy in contenders}
+    trainings = {strategy: enter(SmallTraining(), strategy, "ddp")[0] for strategy in options.strategies}
+    turns: dict[str, list[float]] = {strategy: [] for strategy in trainings}
     for turn in range(options.turns + 1):
-        for strategy, contender in contenders.items():
+        for strategy, training in trainings.items():
             dist.barrier()
-            taken = [contender.step_s() for _ in range(options.steps if turn else WARM_UP_STEPS)]
+            taken = [_step_s(training) for _ in range(options.steps if turn else WARM_UP_STEPS)]
             if turn:
                 turns[strategy].append(median(taken))
     return turns
+
+
+def _step_s(training: Trainable) -> float:
+    begin = time.perf_counter()
+    training.step()
+    return time.perf_counter() - begin
 
 
 def work(options: argparse.Namespace) -> None:
@@ -189,7 +203,11 @@ def measured(shape: Shape, options: argparse.Namespace) -> dict[str, Any]:
         ended = cluster.run(["-m", PROGRAM, *given, "--worker", str(found)], capture=False)
         if ended.returncode:
             raise ClusterUnavailableError(f"the ranks of {shape} ended with status {ended.returncode}")
-        turns: dict[str, list[float]] = json.loads(found.read_text())
+        return record_of(shape, json.loads(found.read_text()))
+
+
+def record_of(shape: Shape, turns: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Return the record of a cluster. turns: by strategy, the seconds of a step in each turn."""
     return {
         "shape": shape.name,
         "step_ms": {strategy: round(1e3 * median(took), 2) for strategy, took in turns.items()},
