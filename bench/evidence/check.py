@@ -52,6 +52,7 @@ MEASURES: Mapping[str, Sequence[str]] = {
     "probe": ("commopt/probe", "commopt/cost", "commopt/groups"),
     "recording_cost": (*_STEP, "commopt/recording", "bench/evidence/recording_cost.py"),
     "scaling": (*_STEP, "bench/evidence/scaling"),
+    "shapes": (*_STEP, "bench/evidence/shapes.py"),
     "server_link": ("commopt/server", "bench/evidence/server_link.py"),
     "training": (*_STEP, "bench/training"),
     "verdict": ("commopt/doctor/verdict", "commopt/probe", "commopt/cost", "bench/evidence/verdict.py"),
