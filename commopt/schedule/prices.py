@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -85,16 +85,31 @@ class PriceTable:
         return PriceTable(self.nbytes, tuple(factor * time_us + overhead_us for time_us in self.time_us))
 
 
+LARGEST_FACTOR = 4.0  # beyond it, and below its inverse, the measurement is of something else than a price
+_TELLING_RATIO = 2.0  # of two prices, from which on factor and overhead can be told apart
+_MEASUREMENTS_KEPT = 4
+
+
 @dataclass(frozen=True)
 class Costs:
-    """The costs of messages on the lane.
+    """The costs of messages on the lane: by strategy, a message takes factor * price + overhead_us.
 
-    prices: by strategy.
-    overhead_us: of each message, beside its price.
+    Live steps correct both. A busy machine slows transfers down, and it lets every message wait, for a thread to wake
+    up and for the rank that comes last, whatever its size. Earlier measurements, in which messages had other sizes,
+    help to tell the two apart; each counts half as much as the one after it. A strategy without measurements shares the
+    correction that was learned last, since whatever slows one message slows the others. That guess gives way to a
+    measurement.
+
+    prices: by strategy, as they were calibrated.
+    overhead_us: of each message, before anything was learned.
+    corrections: factor and overhead by strategy, as learned; the last one last.
+    seen: by strategy the measurements behind them, the newest first: rows of price and time.
     """
 
     prices: Mapping[str, PriceTable]
     overhead_us: float = 0.0
+    corrections: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    seen: Mapping[str, tuple[Floats, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.prices:
@@ -106,58 +121,41 @@ class Costs:
         return replace(self, prices={name: table for name, table in self.prices.items() if name in strategies})
 
     def table(self, strategy: str) -> PriceTable:
-        """Return the prices of a strategy; raises ConfigurationError for one that has none."""
-        table = self.prices.get(strategy)
+        """Return what messages of a strategy cost; raises ConfigurationError for one that has no price."""
+        table = self._corrected.get(strategy)
         if table is None:
             raise ConfigurationError(f"costs: no price for {strategy!r}; there are {', '.join(map(repr, self.prices))}")
         return table
 
     def lane_us(self, nbytes: int, strategy: str) -> float:
         """Return how long a message keeps the lane busy."""
-        return self.overhead_us + self.table(strategy)(nbytes)
+        return self.table(strategy)(nbytes)
 
-
-# ---------------------------------------------------------------------------------------- correction
-
-LARGEST_FACTOR = 4.0  # beyond it, and below its inverse, the measurement is of something else than a price
-_TELLING_RATIO = 2.0  # of two prices, from which on factor and overhead can be told apart
-_MEASUREMENTS_KEPT = 4
-
-
-class CorrectedCosts:
-    """Costs that learn: by strategy, a message takes factor * calibrated price + overhead_us.
-
-    A busy machine causes both: it slows transfers down, and it lets every message wait, for a thread to wake up and for
-    the rank that comes last, whatever its size. Earlier measurements, in which messages had other sizes, help to tell
-    the two apart; each counts half as much as the one after it. A strategy without measurements shares the correction
-    that was learned last, since whatever slows one message slows the others. That guess gives way to a measurement.
-    """
-
-    def __init__(self, costs: Costs) -> None:
-        self._base = costs
-        self._last = (1.0, costs.overhead_us)
-        self._corrections: dict[str, tuple[float, float]] = {}  # factor and overhead_us
-        self._seen: dict[str, list[Floats]] = {}  # of each measurement, rows of price and time
-
-    def learn(self, strategy: str, nbytes: Sequence[int], lane_us: Sequence[Estimate]) -> None:
-        """Learn from the messages of a measurement; those without a price or a time say nothing."""
-        table = self._base.table(strategy)
-        rows = [(table(size), time_us.value) for size, time_us in zip(nbytes, lane_us, strict=True)]
-        rows = [row for row in rows if min(row) > 0]
-        if not rows:
-            return
-        self._seen[strategy] = [np.array(rows), *self._seen.get(strategy, [])][:_MEASUREMENTS_KEPT]
-        _, known_overhead_us = self._corrections.get(strategy, (1.0, self._base.overhead_us))
-        self._last = self._corrections[strategy] = fit(self._seen[strategy], known_overhead_us)
+    @cached_property
+    def _corrected(self) -> dict[str, PriceTable]:
+        return {name: table.along(*self.correction(name)) for name, table in self.prices.items()}
 
     def correction(self, strategy: str) -> tuple[float, float]:
-        """Return the factor on a strategy's prices, and the overhead of a message, that of the costs included."""
-        return self._corrections.get(strategy, self._last)
+        """Return the factor on a strategy's prices, and the overhead of a message."""
+        last = next(reversed(self.corrections.values()), (1.0, self.overhead_us))
+        return self.corrections.get(strategy, last)
 
-    @property
-    def costs(self) -> Costs:
-        """The corrected costs; overheads are in the prices, since each strategy has its own."""
-        return Costs({name: table.along(*self.correction(name)) for name, table in self._base.prices.items()})
+    def learned(self, strategy: str, nbytes: Sequence[int], lane_us: Sequence[Estimate]) -> Costs:
+        """Return the costs corrected by the messages of a measurement; those without a price or a time say nothing."""
+        self.table(strategy)  # which has a price
+        price = self.prices[strategy]
+        rows = [(price(size), time_us.value) for size, time_us in zip(nbytes, lane_us, strict=True)]
+        rows = [row for row in rows if min(row) > 0]
+        if not rows:
+            return self
+        seen = (np.array(rows), *self.seen.get(strategy, ()))[:_MEASUREMENTS_KEPT]
+        _, known_overhead_us = self.corrections.get(strategy, (1.0, self.overhead_us))
+        others = {name: each for name, each in self.corrections.items() if name != strategy}
+        return replace(
+            self,
+            corrections={**others, strategy: fit(seen, known_overhead_us)},
+            seen={**self.seen, strategy: seen},
+        )
 
 
 def fit(measurements: Sequence[Floats], known_overhead_us: float) -> tuple[float, float]:

@@ -232,7 +232,7 @@ class Coordinator:
         if self._search is None:
             self._search = self._new_search(point, self._costs(point, aggregators))
         elif retimed:
-            self._search.reprice(self._costs(point, aggregators))
+            self._search.costs = self._costs(point, aggregators)
         measured = replace(measured, steps_behind=point.steps_behind(), movable=point.movable)
         return self._search.decide(measured, point.step)
 
