@@ -13,7 +13,7 @@ import commopt
 from commopt import ConfigurationError, Links
 from commopt.cost import Speeds, nominal_links
 from commopt.groups import TeamShape
-from commopt.schedule import BucketConfig, Layouts
+from commopt.schedule import BucketConfig
 from commopt.schedule.calibration import require_prices
 from commopt.schedule.candidates import exact
 from tests.hook_training import SMALL_BUCKET, Tower, assert_identical, seeded, train
@@ -32,12 +32,12 @@ def links_without(*levels: str) -> Links:
 @pytest.mark.parametrize("level", ["world", "intra", "inter"])
 @pytest.mark.parametrize("known", [True, False], ids=["model", "no model"])
 def test_every_level_that_is_used_must_be_there(level: str, known: bool) -> None:
-    layouts = Layouts(Tower() if known else None)
+    parameters = dict(Tower().named_parameters()) if known else {}
     strategies = exact(commopt.Hierarchical(), SHAPE)
     assert len(strategies) == 2
-    require_prices(strategies, layouts.parameters, layouts.whole, SHAPE, links_without())
+    require_prices(strategies, parameters, SHAPE, links_without())
     with pytest.raises(ConfigurationError) as raised:
-        require_prices(strategies, layouts.parameters, layouts.whole, SHAPE, links_without(level))
+        require_prices(strategies, parameters, SHAPE, links_without(level))
     text = str(raised.value)
     assert text.startswith("links cannot price messages by Hierarchical")
     assert " or Flat() on nodes with 2 + 2 ranks: no figures for " in text

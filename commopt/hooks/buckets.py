@@ -27,13 +27,14 @@ from commopt.attached.checks import (
     when_first_stepped,
 )
 from commopt.attached.divergence import DivergenceCheck, Named, Replicas, alike_in
+from commopt.attached.layouts import Layouts
 from commopt.attached.local_sgd import ParameterAverages
 from commopt.attached.options import AttachOptions
 from commopt.attached.reduction import Reduction, Step
 from commopt.attached.registration import Registration
 from commopt.errors import CommoptError, ConfigurationError
 from commopt.feedback import ExactSample, Layout, ResidualStore
-from commopt.schedule import Controller, Layouts, Plan, Tuned
+from commopt.schedule import Controller, Plan, Tuned
 from commopt.schedule.reducer import is_capturing
 
 _log = logging.getLogger("commopt")
@@ -51,7 +52,7 @@ class DDPRegistration(Registration):
     def __init__(self, options: AttachOptions, aggregator: Aggregator | None, module: nn.Module | None) -> None:
         self.layouts = Layouts(module)
         super().__init__(options, aggregator, self.layouts.parameters, self.layouts.numels)
-        self.controller = Controller(self.recorder, self.layouts)
+        self.controller = Controller(self.recorder, self.layouts.parameters)
         self.decided_by: str | None = None
         self.exact_sample: ExactSample | None = None
         if isinstance(aggregator, LocalSGD):

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from commopt.schedule.config import BucketConfig
 from commopt.schedule.controller import Controller
 from commopt.schedule.decision import Decision, Outcome, Tuned, Window
-from commopt.schedule.layouts import Layouts, require_same_parameters
 from commopt.schedule.measurement import Measurement
 from commopt.schedule.plan import Plan, Unit
 from commopt.schedule.simulation import simulate
@@ -44,7 +43,6 @@ __all__ = [
     "Controller",
     "Costs",
     "Decision",
-    "Layouts",
     "Measurement",
     "Outcome",
     "Plan",
@@ -54,6 +52,5 @@ __all__ = [
     "Window",
     "best_plan",
     "explain",
-    "require_same_parameters",
     "simulate",
 ]

@@ -96,15 +96,16 @@ def prices_from_links(
 
 
 def require_prices(
-    strategies: Mapping[str, Aggregator], parameters: Mapping[str, Tensor], whole: Layout, team: TeamShape, links: Links
+    strategies: Mapping[str, Aggregator], parameters: Mapping[str, Tensor], team: TeamShape, links: Links
 ) -> None:
     """Raise ConfigurationError, alike on all ranks, unless `links` has figures for all messages of the strategies.
 
-    whole: all parameters, none where they are not known yet.
+    parameters: of the model, none where they are not known yet.
     """
     dtype = next((parameter.dtype for parameter in parameters.values()), torch.float32)
     try:
-        prices_from_links(strategies, whole if parameters else Layout.anonymous(_UNKNOWN_NUMEL), dtype, team, links)
+        whole = Layout.of_gradients(parameters) if parameters else Layout.anonymous(_UNKNOWN_NUMEL)
+        prices_from_links(strategies, whole, dtype, team, links)
     except ConfigurationError as error:
         nodes = " + ".join(map(str, team.ranks_per_node))
         raise ConfigurationError(

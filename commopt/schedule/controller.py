@@ -27,7 +27,6 @@ from commopt.schedule import reducer
 from commopt.schedule.candidates import available, local_messages
 from commopt.schedule.config import BucketConfig, require_fit, require_strategy
 from commopt.schedule.decision import FIRST_WINDOW, Decision, Tuned, Window
-from commopt.schedule.layouts import Layouts
 from commopt.schedule.measure import StepRecorder
 from commopt.schedule.plan import Plan
 
@@ -71,6 +70,7 @@ _PLANNING = (Phase.WAITING, Phase.MEASURING, Phase.SYNCHRONISING)
 class Controller:
     """Which buckets travel together in one registration, and by which strategy.
 
+    parameters: the averaged ones by name; of an unknown model they become known with its buckets.
     phase: see Phase.
     aggregator: averages every message of the step under way.
     plan: is followed; None while DDP's own buckets are.
@@ -80,7 +80,7 @@ class Controller:
     optimizer: as Tuned has it.
     """
 
-    def __init__(self, recorder: Recorder, layouts: Layouts) -> None:
+    def __init__(self, recorder: Recorder, parameters: Mapping[str, Tensor]) -> None:
         self.phase = Phase.IDLE
         self.aggregator: Aggregator = Flat()
         self.plan: Plan | None = None
@@ -88,7 +88,7 @@ class Controller:
         self.decisions: list[Decision] = []
         self.tuned: Tuned | None = None
         self.optimizer = ""
-        self._layouts = layouts
+        self._parameters = parameters
         self._team: Team | None = None
         self._config = BucketConfig()
         self._requested: Aggregator = Flat()  # which may be `auto`
@@ -96,10 +96,10 @@ class Controller:
         self._coordinator: Coordinator | None = None  # where plans are made
         self._point: SyncPoint | None = None  # the last one
         self._pending: Pending | None = None  # its decision, on the lane
-        self._recorder = StepRecorder(recorder, layouts.parameters, self._first_window(0))
+        self._recorder = StepRecorder(recorder, parameters, self._first_window(0))
         self._buckets: list[Layout] = []  # DDP's, in the last whole step
         self._settled = False  # whether the last two steps had the same buckets
-        self._of_ddp = reducer.ReducerBuckets(layouts.parameters)
+        self._of_ddp = reducer.ReducerBuckets(parameters)
 
     # ------------------------------------------------------------------------------------- setting up
 
@@ -142,15 +142,15 @@ class Controller:
         self._coordinator = Coordinator(team, self._requested, self._config)
         if self._config.links is not None:
             priced = {**self._strategies, **local_messages(self._requested, team)}
-            require_prices(priced, self._layouts.parameters, self._layouts.whole, team, self._config.links)
+            require_prices(priced, self._parameters, team, self._config.links)
 
     def follow(self, plan: Plan) -> None:
         """Send what `plan` says from the next step on; the same plan on every rank.
 
         Raises ConfigurationError when it is for other parameters, or for an aggregator that is not available.
         """
-        if self._layouts.numels:
-            plan.require_names(self._layouts.numels)
+        if self._parameters:
+            plan.require_names(self._parameters)
         require_strategy(plan, self._strategies)
         self._follow(plan)
 
@@ -231,7 +231,7 @@ class Controller:
         if self.phase is Phase.SYNCHRONISING:
             self._adopt()
         self._of_ddp.sees_forwards = True
-        if self._of_ddp.wanted and self._layouts.parameters:  # else DDP is yet to show them
+        if self._of_ddp.wanted and self._parameters:  # else DDP is yet to show them
             self._of_ddp.change(_names(*self._buckets))
 
     def begin_step(self, step: int) -> None:
