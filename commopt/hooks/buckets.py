@@ -77,7 +77,9 @@ class DDPRegistration(Registration):
             self.controller.optimizer = auto.optimizer or ""
             if auto.optimizer is None:
                 when_first_stepped(self, _note_optimizer)
-        self.controller.begin(client.team, aggregator, self.options.buckets)
+        plan, links, tuned = self.options.plan, self.options.links, self.options.tuned
+        # Checked options hold no paths any more.
+        self.controller.begin(client.team, aggregator, plan, links, tuned)  # type: ignore[arg-type]
         self.exact_sample = ExactSample() if self.controller.watches else None
         self._sampled_plan = self.controller.changes
         if self.averages is not None:

@@ -9,7 +9,6 @@ compares the Candidates, with the help of planner and Costs, and makes a Decisio
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from commopt.schedule.config import BucketConfig
 from commopt.schedule.controller import Controller
 from commopt.schedule.decision import Decision, Outcome, Tuned, Window
 from commopt.schedule.measurement import Measurement
@@ -39,7 +38,6 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "SPARE",
-    "BucketConfig",
     "Controller",
     "Costs",
     "Decision",

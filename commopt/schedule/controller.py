@@ -25,12 +25,13 @@ from commopt.lanes import Pending
 from commopt.recording import Recorder
 from commopt.schedule import reducer
 from commopt.schedule.candidates import available, local_messages
-from commopt.schedule.config import BucketConfig, require_fit, require_strategy
+from commopt.schedule.config import makes_plans, require_fit, require_strategy
 from commopt.schedule.decision import FIRST_WINDOW, Decision, Tuned, Window
 from commopt.schedule.measure import StepRecorder
 from commopt.schedule.plan import Plan
 
 if TYPE_CHECKING:
+    from commopt.cost import Links
     from commopt.schedule.sync import Coordinator, SyncPoint
 
 _log = logging.getLogger("commopt")
@@ -90,7 +91,7 @@ class Controller:
         self.optimizer = ""
         self._parameters = parameters
         self._team: Team | None = None
-        self._config = BucketConfig()
+        self._choice: Plan | str | None = None  # see config.read_plan
         self._requested: Aggregator = Flat()  # which may be `auto`
         self._strategies: Mapping[str, Aggregator] = {}
         self._coordinator: Coordinator | None = None  # where plans are made
@@ -107,42 +108,49 @@ class Controller:
         """Take note of the model, whose buckets can then be made anew where torch allows it."""
         self._of_ddp.ddp = ref(ddp)
 
-    def begin(self, team: Team, aggregator: Aggregator, config: BucketConfig) -> None:
+    def begin(
+        self,
+        team: Team,
+        aggregator: Aggregator,
+        plan: Plan | str | None = None,
+        links: Links | None = None,
+        tuned: Tuned | None = None,
+    ) -> None:
         """Set, before the first bucket, who averages, how, and by what plan.
 
         Raises as `follow`, and ConfigurationError when links were given that lack what this cluster sends. Not
         collective, but all ranks must call it, and it raises on all or none.
         """
         self._team = team
-        self._config = config
+        self._choice = plan
         self._requested = aggregator
         self._of_ddp.speaks = team.rank == 0
         self._strategies = available(aggregator, team)
         self.aggregator = next(iter(self._strategies.values()))
-        if config.measures(aggregator) and team.size > 1 and self.phase is not Phase.FROZEN:
-            self._begin_planning(team)
-        if aggregator.tunes and config.plan == "ddp":
-            how = "flat does" if config.tuned is None else "tuned= says, and nobody watches"
+        if makes_plans(plan, aggregator) and team.size > 1 and self.phase is not Phase.FROZEN:
+            self._begin_planning(team, links)
+        if aggregator.tunes and plan == "ddp":
+            how = "flat does" if tuned is None else "tuned= says, and nobody watches"
             _log.warning("auto does not tune with plan='ddp': gradients are averaged as %s; leave plan= out", how)
         self._recorder.restart(self._first_window(0))
-        if isinstance(config.plan, Plan):
-            self.follow(config.plan)
-        if config.tuned is not None:
-            require_fit(config.tuned, aggregator, team)
-            self.tuned = config.tuned
-            if config.tuned.plan is not None:
-                self.follow(config.tuned.plan)
+        if isinstance(plan, Plan):
+            self.follow(plan)
+        if tuned is not None:
+            require_fit(tuned, aggregator, team)
+            self.tuned = tuned
+            if tuned.plan is not None:
+                self.follow(tuned.plan)
 
-    def _begin_planning(self, team: Team) -> None:
+    def _begin_planning(self, team: Team, links: Links | None) -> None:
         # Loaded here: most trainings leave DDP's buckets alone.
         from commopt.schedule.calibration import require_prices
         from commopt.schedule.sync import Coordinator
 
         self.phase = Phase.WAITING
-        self._coordinator = Coordinator(team, self._requested, self._config)
-        if self._config.links is not None:
+        self._coordinator = Coordinator(team, self._requested, links)
+        if links is not None:
             priced = {**self._strategies, **local_messages(self._requested, team)}
-            require_prices(priced, self._parameters, team, self._config.links)
+            require_prices(priced, self._parameters, team, links)
 
     def follow(self, plan: Plan) -> None:
         """Send what `plan` says from the next step on; the same plan on every rank.
@@ -176,7 +184,7 @@ class Controller:
             self.phase = Phase.WAITING
         if self._coordinator is not None:
             self._coordinator.restart()
-        if self._config.measures(self._requested):  # also when frozen
+        if makes_plans(self._choice, self._requested):  # also when frozen
             self.tuned = tuned
             if self._requested.tunes and self.phase is not Phase.FROZEN:
                 # A plan that is not the result of tuning was on trial.

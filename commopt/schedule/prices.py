@@ -108,7 +108,7 @@ class Costs:
 
     prices: Mapping[str, PriceTable]
     overhead_us: float = 0.0
-    corrections: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    corrections: dict[str, tuple[float, float]] = field(default_factory=dict)
     seen: Mapping[str, tuple[Floats, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from commopt.aggregate import Aggregator, Flat, Hierarchical, auto_of
 from commopt.compress import Candidates
+from commopt.cost import Links
 from commopt.feedback import ExactSample, Layout
 from commopt.groups import Team, broadcast_bytes
 from commopt.schedule.calibration import (
@@ -27,7 +28,6 @@ from commopt.schedule.calibration import (
     samples_of,
 )
 from commopt.schedule.candidates import Candidate, allowed_families, available, exact, local_messages, one_of_each
-from commopt.schedule.config import BucketConfig
 from commopt.schedule.decision import Decision, Tuned, Window
 from commopt.schedule.measure import StepRecorder, StepTable, latest, own_times
 from commopt.schedule.measurement import Measurement
@@ -126,13 +126,13 @@ class Coordinator:
     is_leader: whether this is rank 0.
     """
 
-    def __init__(self, team: Team, aggregator: Aggregator, config: BucketConfig) -> None:
+    def __init__(self, team: Team, aggregator: Aggregator, links: Links | None) -> None:
         self.decision: Decision | None = None
         self.step = 0
         self.is_leader = team.rank == 0
         self._team = team
         self._strategies = available(aggregator, team)
-        self._links = config.links
+        self._links = links
         self._auto = auto_of(aggregator)
         self._exact = exact(aggregator, team)
         self._families = allowed_families(aggregator, team)
