@@ -288,11 +288,9 @@ class DDPRegistration(Registration):
         assert self.device is not None  # of the first bucket
         usual_us = median(self._lately_ns) / 1000 if self.recorder.enabled and self._lately_ns else 0.0
         step = self.step
-        point = self.controller.end_step(
-            self.steps, self.device, step.buffers, step.gradients, usual_us, self.exact_sample
+        self.controller.end_step(
+            self.client, self.steps, self.device, step.buffers, step.gradients, usual_us, self.exact_sample
         )
-        if point is not None:
-            self.controller.synchronise(self.client.run(point.decide, point.title))
         step.gradients.clear()
         self.steps += 1
         if self.divergence is not None:

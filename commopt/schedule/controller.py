@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from enum import Enum, auto
+from functools import partial
 from typing import TYPE_CHECKING
 from weakref import ref
 
@@ -21,7 +22,7 @@ from commopt.aggregate import Aggregator, Flat
 from commopt.errors import ConfigurationError
 from commopt.feedback import ExactSample, Layout
 from commopt.groups import Team
-from commopt.lanes import Pending
+from commopt.lanes import LaneClient, Pending
 from commopt.recording import Recorder
 from commopt.schedule import reducer
 from commopt.schedule.candidates import available, local_messages
@@ -32,7 +33,7 @@ from commopt.schedule.plan import Plan
 
 if TYPE_CHECKING:
     from commopt.cost import Links
-    from commopt.schedule.sync import Coordinator, SyncPoint
+    from commopt.schedule.sync import Coordinator
 
 _log = logging.getLogger("commopt")
 
@@ -47,14 +48,14 @@ LOOK_EVERY_STEPS = 16
 class Phase(Enum):
     """The phases of a Controller.
 
-    A search goes WAITING -> MEASURING -> SYNCHRONISING -> WAITING and so on. Between two windows it may go from WAITING
-    to SYNCHRONISING and back, to look at how far compressed averages are behind exact ones. It ends in IDLE if rank 0
-    fails to decide, and in FROZEN from anywhere.
+    A search goes WAITING -> MEASURING -> SYNCHRONISING -> WAITING and so on, and between two windows maybe WAITING ->
+    LOOKING -> WAITING. It ends in IDLE if rank 0 fails to decide, and in FROZEN from anywhere.
 
     IDLE: makes no plans; DDP's own buckets count, or the plan that was given.
     WAITING: for the next window of steps to measure.
     MEASURING: the steps of a window.
     SYNCHRONISING: the decision is under way on the lane; the next step adopts it.
+    LOOKING: the same, only at how far compressed averages are behind exact ones; mostly there is nothing to adopt.
     FROZEN: makes no plans any more.
     """
 
@@ -62,10 +63,12 @@ class Phase(Enum):
     WAITING = auto()
     MEASURING = auto()
     SYNCHRONISING = auto()
+    LOOKING = auto()
     FROZEN = auto()
 
 
-_PLANNING = (Phase.WAITING, Phase.MEASURING, Phase.SYNCHRONISING)
+_DECIDING = (Phase.SYNCHRONISING, Phase.LOOKING)
+_PLANNING = (Phase.WAITING, Phase.MEASURING, *_DECIDING)
 
 
 class Controller:
@@ -95,8 +98,7 @@ class Controller:
         self._requested: Aggregator = Flat()  # which may be `auto`
         self._strategies: Mapping[str, Aggregator] = {}
         self._coordinator: Coordinator | None = None  # where plans are made
-        self._point: SyncPoint | None = None  # the last one
-        self._pending: Pending | None = None  # its decision, on the lane
+        self._pending: Pending | None = None  # the decision under way
         self._recorder = StepRecorder(recorder, parameters, self._first_window(0))
         self._buckets: list[Layout] = []  # DDP's, in the last whole step
         self._settled = False  # whether the last two steps had the same buckets
@@ -147,7 +149,7 @@ class Controller:
         from commopt.schedule.sync import Coordinator
 
         self.phase = Phase.WAITING
-        self._coordinator = Coordinator(team, self._requested, links)
+        self._coordinator = Coordinator(team, self._requested, links, self._recorder)
         if links is not None:
             priced = {**self._strategies, **local_messages(self._requested, team)}
             require_prices(priced, self._parameters, team, links)
@@ -236,8 +238,7 @@ class Controller:
         """
         if sends:
             self.require_repeatable(step)
-        if self.phase is Phase.SYNCHRONISING:
-            self._adopt()
+        self._adopt()
         self._of_ddp.sees_forwards = True
         if self._of_ddp.wanted and self._parameters:  # else DDP is yet to show them
             self._of_ddp.change(_names(*self._buckets))
@@ -245,23 +246,21 @@ class Controller:
     def begin_step(self, step: int) -> None:
         """Adopt what was decided if there was no forward to do it, and record the steps of a window."""
         self.require_repeatable(step)
-        if self.phase is Phase.SYNCHRONISING:
-            self._adopt()
+        self._adopt()
         if self.phase in _PLANNING:
             self._recorder.begin_step(step)
 
     def end_step(
         self,
+        client: LaneClient,
         step: int,
         device: torch.device,
         buckets: list[Layout],
         gradients: Sequence[Tensor],
         overhead_us: float,
         exact_sample: ExactSample | None = None,
-    ) -> SyncPoint | None:
-        """Return the synchronisation point that is due after `step`, None if none is.
-
-        Every rank must put `SyncPoint.decide` on the lane, and pass its pending result to `synchronise`.
+    ) -> None:
+        """End the records of `step`; if the ranks synchronise after it, begin to, on the lane of `client`.
 
         buckets, gradients: those of the step, in order.
         overhead_us: the cost of the hook on the host for each bucket.
@@ -272,21 +271,19 @@ class Controller:
         if self._of_ddp.wanted and self._of_ddp.say_why_not() and self._of_ddp.sees_forwards:
             self._of_ddp.wanted = ()  # a rank without data, in join(), has seen no forward yet
         if self.phase not in _PLANNING:
-            return None
+            return
         self._recorder.end_step(step, device)
         if step + 1 >= self._recorder.window.first_step:
             self.phase = Phase.MEASURING
         looks = self.phase is Phase.WAITING
         if not (self._is_time_to_look(step, exact_sample) if looks else self._recorder.window.ends_with(step)):
-            return None
+            return
         assert self._coordinator is not None  # begun
         self._of_ddp.say_why_not()
         from commopt.schedule.sync import SyncPoint
 
-        self._point = SyncPoint(
-            coordinator=self._coordinator,
+        point = SyncPoint(
             step=step,
-            recorder=self._recorder,
             strategy=next(iter(self._strategies)) if self.plan is None else self.plan.strategy,
             gradients=list(zip(self._buckets, gradients, strict=True)),
             settled=self._settled,
@@ -294,21 +291,17 @@ class Controller:
             overhead_us=overhead_us,
             tuned=self.tuned,
             exact_sample=exact_sample,
-            looks=looks,
             optimizer=self.optimizer,
         )
-        return self._point
+        task = self._coordinator.look if looks else self._coordinator.decide
+        self._pending = client.run(partial(task, point), f"planning after step {step}")
+        self.phase = Phase.LOOKING if looks else Phase.SYNCHRONISING
 
     def _is_time_to_look(self, step: int, exact_sample: ExactSample | None) -> bool:
         """Return whether all ranks look after `step` at how far compressed averages are behind."""
         if exact_sample is None or self.aggregator.lossless:
             return False
         return (step + 1 - exact_sample.first_step) % LOOK_EVERY_STEPS == 0
-
-    def synchronise(self, pending: Pending) -> None:
-        """Adopt the decision of the last synchronisation point before the next step. pending: it, on the lane."""
-        self._pending = pending
-        self.phase = Phase.SYNCHRONISING
 
     def require_repeatable(self, step: int) -> None:
         """Raise ConfigurationError when `step` is captured in a CUDA graph and is not what all later ones will be."""
@@ -328,23 +321,20 @@ class Controller:
         self.aggregator.check_capture(step, self._team)
 
     def _adopt(self) -> None:
-        """Do what was decided at the last synchronisation point."""
+        """Do what was decided at the last synchronisation point, if the step before ended with one."""
+        if self.phase not in _DECIDING:
+            return
         assert self._pending is not None
-        assert self._point is not None
+        assert self._coordinator is not None
         self._pending.wait()
-        decision = self._point.coordinator.decision
+        decision, looked = self._coordinator.decision, self.phase is Phase.LOOKING
+        if decision is not None or not looked:
+            self._recorder.stop()
         if decision is not None:
-            self._recorder.stop()
-            self._apply(decision, self._point.coordinator)
-            phase = Phase.WAITING
-        elif self._point.looks:  # and nothing was wrong
-            phase = Phase.WAITING
-        else:  # rank 0 could not decide
-            self._recorder.stop()
-            phase = Phase.IDLE
+            self._apply(decision, self._coordinator)
         # Only now: after Ctrl-C above this rank would otherwise go another way than the others.
-        self.phase = phase
-        self._point = self._pending = None
+        self.phase = Phase.WAITING if decision is not None or looked else Phase.IDLE  # where rank 0 could not decide
+        self._pending = None
 
     def _apply(self, decision: Decision, coordinator: Coordinator) -> None:
         self._recorder.window = decision.window
@@ -363,7 +353,7 @@ class Controller:
         """Let a decision that is under way end without consequences."""
         if self._pending is not None:
             self._pending.wait()
-            self._point = self._pending = None
+            self._pending = None
 
 
 def _names(*buckets: Layout) -> tuple[str, ...]:
