@@ -11,12 +11,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from commopt.cost import PriceTable
 from commopt.schedule import (
     Costs,
     Decision,
     Measurement,
     Plan,
-    PriceTable,
     Tuned,
     Unit,
     Window,

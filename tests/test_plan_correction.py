@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commopt.schedule import Costs, PriceTable
+from commopt.cost import PriceTable
+from commopt.schedule import Costs
 from commopt.schedule.measurement import Estimate
 
 TRUE = PriceTable((0, 10**9), (100.0, 100.0 + 10**6))

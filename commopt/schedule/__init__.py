@@ -16,15 +16,14 @@ from commopt.schedule.plan import Plan, Unit
 from commopt.schedule.simulation import simulate
 
 if TYPE_CHECKING:
+    from commopt.schedule.costs import Costs
     from commopt.schedule.explanation import explain
     from commopt.schedule.planner import SPARE, best_plan
-    from commopt.schedule.prices import Costs, PriceTable
 
 # Loaded when they are first used: most trainings leave DDP's buckets alone.
 _LATER = {
     "SPARE": "planner",
-    "Costs": "prices",
-    "PriceTable": "prices",
+    "Costs": "costs",
     "best_plan": "planner",
     "explain": "explanation",
 }
@@ -44,7 +43,6 @@ __all__ = [
     "Measurement",
     "Outcome",
     "Plan",
-    "PriceTable",
     "Tuned",
     "Unit",
     "Window",

@@ -23,7 +23,7 @@ from commopt.schedule.plan import Plan
 from commopt.schedule.simulation import INSIDE
 
 if TYPE_CHECKING:
-    from commopt.schedule.prices import Costs
+    from commopt.schedule.costs import Costs
 
 Gradients = Sequence[tuple[Layout, Tensor]]
 

@@ -27,10 +27,11 @@ from itertools import pairwise
 
 import numpy as np
 
+from commopt.cost.price_table import Floats
 from commopt.document import require_time, require_whole
 from commopt.errors import ConfigurationError
+from commopt.schedule.costs import Costs
 from commopt.schedule.plan import Plan, Unit
-from commopt.schedule.prices import Costs, Floats
 from commopt.schedule.simulation import simulate
 
 SPARE = 0.01

@@ -28,11 +28,11 @@ from commopt.schedule.calibration import (
     samples_of,
 )
 from commopt.schedule.candidates import Candidate, allowed_families, available, exact, local_messages, one_of_each
+from commopt.schedule.costs import Costs
 from commopt.schedule.decision import Decision, Tuned, Window
 from commopt.schedule.measure import StepRecorder, StepTable, latest, own_times
 from commopt.schedule.measurement import Measurement
 from commopt.schedule.plan import Plan, Unit
-from commopt.schedule.prices import Costs
 from commopt.schedule.search import Search
 
 _log = logging.getLogger("commopt")
