@@ -132,7 +132,7 @@ def meet_and(rank: int, world_size: int, do: str) -> tuple[Plan | None, int]:
         else:
             state.load_state_dict(saved)
         steps(ddp, rank, 3)
-        return state.plan, state._registration.controller._recorder.window.last_step
+        return state.plan, state._registration.controller._window.last_step
 
 
 def test_after_freeze_nothing_changes_any_more() -> None:

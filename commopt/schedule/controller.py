@@ -23,12 +23,11 @@ from commopt.errors import ConfigurationError
 from commopt.feedback import ExactSample, Layout
 from commopt.groups import Team
 from commopt.lanes import LaneClient, Pending
-from commopt.recording import Recorder
+from commopt.recording import GradientTimes, Recorder
 from commopt.schedule import reducer
 from commopt.schedule.candidates import available, local_messages
 from commopt.schedule.config import makes_plans, require_fit, require_strategy
 from commopt.schedule.decision import FIRST_WINDOW, Decision, Tuned, Window
-from commopt.schedule.measure import StepRecorder
 from commopt.schedule.plan import Plan
 
 if TYPE_CHECKING:
@@ -99,7 +98,9 @@ class Controller:
         self._strategies: Mapping[str, Aggregator] = {}
         self._coordinator: Coordinator | None = None  # where plans are made
         self._pending: Pending | None = None  # the decision under way
-        self._recorder = StepRecorder(recorder, parameters, self._first_window(0))
+        self._recorder = recorder
+        self._window = self._first_window(0)  # the next to measure, or the one that is measured
+        self._gradient_times: GradientTimes | None = None  # in it
         self._buckets: list[Layout] = []  # DDP's, in the last whole step
         self._settled = False  # whether the last two steps had the same buckets
         self._of_ddp = reducer.ReducerBuckets(parameters)
@@ -134,7 +135,7 @@ class Controller:
         if aggregator.tunes and plan == "ddp":
             how = "flat does" if tuned is None else "tuned= says, and nobody watches"
             _log.warning("auto does not tune with plan='ddp': gradients are averaged as %s; leave plan= out", how)
-        self._recorder.restart(self._first_window(0))
+        self._measure_anew(0)
         if isinstance(plan, Plan):
             self.follow(plan)
         if tuned is not None:
@@ -181,7 +182,7 @@ class Controller:
         self._settled = False
         if buckets:
             self._of_ddp.wanted = [_names(bucket) for bucket in buckets]
-        self._recorder.restart(self._first_window(step))
+        self._measure_anew(step)
         if self.phase in _PLANNING:
             self.phase = Phase.WAITING
         if self._coordinator is not None:
@@ -201,6 +202,12 @@ class Controller:
                     self.tuned = None
                     _log.warning("the plan of the checkpoint is not followed: %s", error)
 
+    def _measure_anew(self, step: int) -> None:
+        """Forget all measurements; the next window is the first one from `step` on."""
+        self._stop_measuring()
+        self._recorder.clear()
+        self._window = self._first_window(step)
+
     def _first_window(self, step: int) -> Window:
         """Return the first window from `step` on: not before warm-up is over, while messages are different."""
         begin = max(step, self._requested.start_step)
@@ -215,7 +222,7 @@ class Controller:
             _log.info("no more plans for the buckets: %s", reason)
         self.phase = Phase.FROZEN
         self._drop_decision()
-        self._recorder.stop()
+        self._stop_measuring()
 
     # ------------------------------------------------------------------------------------- asking
 
@@ -247,8 +254,8 @@ class Controller:
         """Adopt what was decided if there was no forward to do it, and record the steps of a window."""
         self.require_repeatable(step)
         self._adopt()
-        if self.phase in _PLANNING:
-            self._recorder.begin_step(step)
+        if self.phase in _PLANNING and step + 1 >= self._window.first_step:
+            self._recorder.enabled = True  # one step early: where it ends the first measured one begins
 
     def end_step(
         self,
@@ -272,11 +279,9 @@ class Controller:
             self._of_ddp.wanted = ()  # a rank without data, in join(), has seen no forward yet
         if self.phase not in _PLANNING:
             return
-        self._recorder.end_step(step, device)
-        if step + 1 >= self._recorder.window.first_step:
-            self.phase = Phase.MEASURING
+        self._measure(step, device)
         looks = self.phase is Phase.WAITING
-        if not (self._is_time_to_look(step, exact_sample) if looks else self._recorder.window.ends_with(step)):
+        if not (self._is_time_to_look(step, exact_sample) if looks else self._window.ends_with(step)):
             return
         assert self._coordinator is not None  # begun
         self._of_ddp.say_why_not()
@@ -284,6 +289,8 @@ class Controller:
 
         point = SyncPoint(
             step=step,
+            window=self._window,
+            gradient_times=self._gradient_times,
             strategy=next(iter(self._strategies)) if self.plan is None else self.plan.strategy,
             gradients=list(zip(self._buckets, gradients, strict=True)),
             settled=self._settled,
@@ -296,6 +303,22 @@ class Controller:
         task = self._coordinator.look if looks else self._coordinator.decide
         self._pending = client.run(partial(task, point), f"planning after step {step}")
         self.phase = Phase.LOOKING if looks else Phase.SYNCHRONISING
+
+    def _measure(self, step: int, device: torch.device) -> None:
+        """Note that all gradients of `step` are there, on `device`; take times of the next one if it is measured."""
+        if self._gradient_times is not None:
+            self._gradient_times.end_step(step)
+        elif self._window.first_step <= step + 1 <= self._window.last_step:
+            self._gradient_times = GradientTimes(device)
+            self._gradient_times.start(self._parameters)
+        if step + 1 >= self._window.first_step:
+            self.phase = Phase.MEASURING
+
+    def _stop_measuring(self) -> None:
+        self._recorder.enabled = self._recorder.always
+        if self._gradient_times is not None:
+            self._gradient_times.stop()
+            self._gradient_times = None
 
     def _is_time_to_look(self, step: int, exact_sample: ExactSample | None) -> bool:
         """Return whether all ranks look after `step` at how far compressed averages are behind."""
@@ -329,7 +352,7 @@ class Controller:
         self._pending.wait()
         decision, looked = self._coordinator.decision, self.phase is Phase.LOOKING
         if decision is not None or not looked:
-            self._recorder.stop()
+            self._stop_measuring()
         if decision is not None:
             self._apply(decision, self._coordinator)
         # Only now: after Ctrl-C above this rank would otherwise go another way than the others.
@@ -337,7 +360,7 @@ class Controller:
         self._pending = None
 
     def _apply(self, decision: Decision, coordinator: Coordinator) -> None:
-        self._recorder.window = decision.window
+        self._window = decision.window
         if decision.plan is not None:
             self._follow(decision.plan)
         elif self.plan is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When gradients were ready and messages ran: recorded on every rank in a window of steps, then put together."""
+"""When gradients were ready and messages ran, in a window of steps: of one rank, then of the last one."""
 
 from __future__ import annotations
 
@@ -8,59 +8,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from commopt.groups import Team, gather_bytes
-from commopt.recording import GradientTimes, Recorder, StepRecord
-from commopt.schedule.decision import Window
+from commopt.recording import StepRecord
 from commopt.schedule.plan import Unit
 
 Times = npt.NDArray[np.float64]
-
-
-class StepRecorder:
-    """Switches the recorder and the gradient hooks on and off, for the steps of a window."""
-
-    def __init__(self, recorder: Recorder, parameters: Mapping[str, Tensor], window: Window) -> None:
-        self.window = window
-        self._recorder = recorder
-        self._parameters = parameters
-        self._gradients: GradientTimes | None = None
-
-    def begin_step(self, step: int) -> None:
-        """Record `step` if it is in the window, or the one before it, where the first measured step begins."""
-        if step + 1 >= self.window.first_step:
-            self._recorder.enabled = True
-
-    def end_step(self, step: int, device: torch.device) -> None:
-        """Note that all gradients of `step` are there, on `device`; take times of the next one if it is measured."""
-        if self._gradients is not None:
-            self._gradients.end_step(step)
-        elif self.window.first_step <= step + 1 <= self.window.last_step:
-            self._gradients = GradientTimes(device)
-            self._gradients.start(self._parameters)
-
-    def records(self) -> dict[int, StepRecord]:
-        """Return the recorded steps by number; waits for the device."""
-        return {record.step: record for record in self._recorder.steps()}
-
-    def ready_us(self) -> dict[int, dict[str, float]]:
-        """Return by step and parameter when gradients were ready, in microseconds; waits for the device."""
-        return {} if self._gradients is None else self._gradients.times_us()
-
-    def stop(self) -> None:
-        """Measure no more, until the next window."""
-        self._recorder.enabled = self._recorder.always
-        if self._gradients is not None:
-            self._gradients.stop()
-            self._gradients = None
-
-    def restart(self, window: Window) -> None:
-        """Forget all measurements, and go by another window, which may count steps from another number."""
-        self.stop()
-        self._recorder.clear()
-        self.window = window
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from commopt.compress import Candidates
 from commopt.cost import Links
 from commopt.feedback import ExactSample, Layout
 from commopt.groups import Team, broadcast_bytes
+from commopt.recording import GradientTimes, Recorder
 from commopt.schedule.calibration import (
     LARGEST_NBYTES,
     Points,
@@ -30,7 +31,7 @@ from commopt.schedule.calibration import (
 from commopt.schedule.candidates import Candidate, allowed_families, available, exact, local_messages, one_of_each
 from commopt.schedule.costs import Costs
 from commopt.schedule.decision import Decision, Tuned, Window
-from commopt.schedule.measure import StepRecorder, StepTable, latest, own_times
+from commopt.schedule.measure import StepTable, latest, own_times
 from commopt.schedule.measurement import Measurement
 from commopt.schedule.plan import Plan, Unit
 from commopt.schedule.search import Search
@@ -47,6 +48,8 @@ class SyncPoint:
     """The facts at a synchronisation point, alike on all ranks but for the values of samples and times.
 
     step: the last one before it.
+    window: the steps that were measured, up to this one.
+    gradient_times: of this rank in them.
     strategy: the repr of the aggregator of the last step.
     gradients: the averages of the last step by bucket, with their layouts.
     settled: whether the last step had the buckets of the one before.
@@ -58,6 +61,8 @@ class SyncPoint:
     """
 
     step: int
+    window: Window
+    gradient_times: GradientTimes | None
     strategy: str
     gradients: Sequence[tuple[Layout, Tensor]]
     settled: bool
@@ -111,7 +116,7 @@ class Coordinator:
     is_leader: whether this is rank 0.
     """
 
-    def __init__(self, team: Team, aggregator: Aggregator, links: Links | None, recorder: StepRecorder) -> None:
+    def __init__(self, team: Team, aggregator: Aggregator, links: Links | None, recorder: Recorder) -> None:
         self.decision: Decision | None = None
         self.step = 0
         self.is_leader = team.rank == 0
@@ -143,9 +148,10 @@ class Coordinator:
 
     def decide(self, point: SyncPoint) -> None:
         """Set `decision`, the same on every rank, by the window that ends with the point."""
-        steps = range(self._recorder.window.first_step, point.step + 1)
-        records = self._recorder.records() if point.settled else {}
-        own = own_times(records, self._recorder.ready_us(), steps, point.units, len(point.gradients))
+        steps = range(point.window.first_step, point.step + 1)
+        records = {record.step: record for record in self._recorder.steps()} if point.settled else {}
+        ready_us = {} if point.gradient_times is None else point.gradient_times.times_us()
+        own = own_times(records, ready_us, steps, point.units, len(point.gradients))
         times = latest(self._team, own)
         retime, self._retime = self._retime, False
         self.step = point.step
