@@ -24,11 +24,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from commopt.aggregate.auto import LOCAL
+from commopt.aggregate.learning import LEARNED_LOCAL
 from commopt.feedback import falls_behind
 from commopt.schedule.candidates import LEAST_SHARE, Candidate, choose, pays
 from commopt.schedule.costs import Costs
 from commopt.schedule.decision import FIRST_WINDOW, WINDOW_STEPS, Decision, Outcome, Tuned, Window
-from commopt.schedule.learning import LEARNED_LOCAL
 from commopt.schedule.measurement import DRIFT, LEAST_GAIN, Measurement, ms
 from commopt.schedule.plan import Plan
 from commopt.schedule.planner import SPARE, best_plan
