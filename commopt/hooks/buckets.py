@@ -285,11 +285,13 @@ class DDPRegistration(Registration):
         return reduction.submit(client, self.sent)
 
     def _end_step(self) -> None:
+        client = self.joined
+        assert client is not None  # since the step began
         assert self.device is not None  # of the first bucket
         usual_us = median(self._lately_ns) / 1000 if self.recorder.enabled and self._lately_ns else 0.0
         step = self.step
         self.controller.end_step(
-            self.client, self.steps, self.device, step.buffers, step.gradients, usual_us, self.exact_sample
+            client, self.steps, self.device, step.buffers, step.gradients, usual_us, self.exact_sample
         )
         step.gradients.clear()
         self.steps += 1
