@@ -8,7 +8,8 @@ from itertools import pairwise, product
 
 from hypothesis import strategies as st
 
-from commopt.schedule import Costs, PriceTable, Unit
+from commopt.cost import PriceTable
+from commopt.schedule import Costs, Unit
 
 
 @st.composite

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from commopt.cost import PriceTable
 from commopt.schedule import (
     Costs,
     Decision,
     Measurement,
     Plan,
-    PriceTable,
     Tuned,
     Unit,
     Window,
@@ -186,7 +186,7 @@ class Machine:
         """Measure the steps of the window, each with noise of its own on every time."""
         if self.log and self.log[-1][1].retime:
             names = [candidate.strategy for candidate in self.candidates]
-            self.search.reprice(self.conditions(self.window.last_step)[1].only(names))
+            self.search.costs = self.conditions(self.window.last_step)[1].only(names)
         steps = range(self.window.first_step, self.window.last_step + 1)
         begin = np.array([1e9 + 1e6 * step for step in steps])
         traces = [self.trace(self.plan, step, self.jitter) for step in steps]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from functools import cache
 from graphlib import TopologicalSorter
@@ -149,6 +150,16 @@ def test_topology_needs_the_standard_library_only() -> None:
 SHARED_NAMES = {"CommoptCallback"}
 # To be renamed elsewhere; a name leaves this set when only one class has it.
 STILL_TWICE: set[str] = set()
+
+
+def test_the_page_explains_every_noun_of_the_plan() -> None:
+    trees = [tree_of(file) for file in python_files("commopt/schedule")]
+    classes = {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    page = (ROOT / "docs" / "design.md").read_text()
+    ((count, table),) = re.findall(r"The plan in (\d+) nouns.*?\n\n(.*?)\n\n", page, re.DOTALL)
+    nouns = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    assert len(nouns) == int(count)
+    assert sorted(nouns) == sorted(name for name in classes if not name.startswith("_"))
 
 
 def test_no_two_classes_have_one_name() -> None:

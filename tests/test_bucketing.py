@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
+from commopt.attached.layouts import Layouts
 from commopt.cost import Curve
 from commopt.feedback import Layout
 from commopt.groups import join
 from commopt.recording import BucketRecord, MessageRecord, StepRecord
-from commopt.schedule import Layouts, Unit, sync
+from commopt.schedule import Unit, sync
 from commopt.schedule.calibration import LARGEST_NBYTES, prices_from_points, samples_of
 from commopt.schedule.measure import StepTable, latest, own_times
 from tests.plan_changes import heard

@@ -15,10 +15,10 @@ from torch import Tensor
 from bench.evidence.convergence.report import read
 from commopt import DGC, Aggregator, Auto, Compressed, Flat, Hierarchical, OneBit, PowerSGD, Quantize, build_preset
 from commopt.aggregate.auto import families
+from commopt.aggregate.learning import LEARNED, LEARNED_LOCAL, steps_to_loss, strength_of
 from commopt.feedback import Layout
 from commopt.groups import TeamShape
 from commopt.schedule.candidates import allowed_families, exact, one_of_each
-from commopt.schedule.learning import LEARNED, LEARNED_LOCAL, steps_to_loss, strength_of
 
 NODES, NODE = TeamShape.of((2, 2)), TeamShape.of((4,))
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
 from commopt import ConfigurationError, Links
+from commopt.attached.options import AttachOptions
 from commopt.cost import Speeds, nominal_links
 from commopt.groups import TeamShape
-from commopt.schedule import BucketConfig, Layouts
 from commopt.schedule.calibration import require_prices
 from commopt.schedule.candidates import exact
 from tests.hook_training import SMALL_BUCKET, Tower, assert_identical, seeded, train
@@ -32,12 +33,12 @@ def links_without(*levels: str) -> Links:
 @pytest.mark.parametrize("level", ["world", "intra", "inter"])
 @pytest.mark.parametrize("known", [True, False], ids=["model", "no model"])
 def test_every_level_that_is_used_must_be_there(level: str, known: bool) -> None:
-    layouts = Layouts(Tower() if known else None)
+    parameters = dict(Tower().named_parameters()) if known else {}
     strategies = exact(commopt.Hierarchical(), SHAPE)
     assert len(strategies) == 2
-    require_prices(strategies, layouts.parameters, layouts.whole, SHAPE, links_without())
+    require_prices(strategies, parameters, SHAPE, links_without())
     with pytest.raises(ConfigurationError) as raised:
-        require_prices(strategies, layouts.parameters, layouts.whole, SHAPE, links_without(level))
+        require_prices(strategies, parameters, SHAPE, links_without(level))
     text = str(raised.value)
     assert text.startswith("links cannot price messages by Hierarchical")
     assert " or Flat() on nodes with 2 + 2 ranks: no figures for " in text
@@ -53,9 +54,9 @@ def test_every_level_that_is_used_must_be_there(level: str, known: bool) -> None
         ({"plan": 3}, "plan is a int; use 'adaptive', 'ddp', a commopt.Plan"),
     ],
 )
-def test_what_cannot_be_is_refused(options: dict[str, object], words: str) -> None:
+def test_what_cannot_be_is_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
-        BucketConfig.read(**({"plan": "adaptive", "links": None} | options))
+        AttachOptions(**({"plan": "adaptive"} | options)).checked()
 
 
 def attach_with_links(rank: int, world_size: int, folder: Path) -> tuple[str, str, str, int]:

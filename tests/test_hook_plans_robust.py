@@ -15,9 +15,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
+from commopt.recording import GradientTimes
 from commopt.schedule import Plan
 from commopt.schedule.controller import Phase
-from commopt.schedule.measure import GradientTimes
 from tests.hook_training import SMALL_BUCKET, Tower, assert_identical, batch_of, ddp_buckets, loss_of, seeded, train
 from tests.plan_changes import Changing, changing, heard, needs_caps, plan_of
 from tests.ranks import run
@@ -132,7 +132,7 @@ def meet_and(rank: int, world_size: int, do: str) -> tuple[Plan | None, int]:
         else:
             state.load_state_dict(saved)
         steps(ddp, rank, 3)
-        return state.plan, state._registration.controller._recorder.window.last_step
+        return state.plan, state._registration.controller._window.last_step
 
 
 def test_after_freeze_nothing_changes_any_more() -> None:

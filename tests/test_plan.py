@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from commopt import ConfigurationError
-from commopt.schedule import Costs, Decision, Plan, PriceTable, Unit, Window, best_plan, simulate
+from commopt.cost import PriceTable
+from commopt.schedule import Costs, Decision, Plan, Unit, Window, best_plan, simulate
 
 UNITS = [Unit((f"p{number}", f"q{number}"), 1000 * number, 10.0 * number, "float32") for number in range(6)]
 PLAN = best_plan(UNITS, Costs({"flat": PriceTable((0, 10_000), (7.0, 90.0))}))

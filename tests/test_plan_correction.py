@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commopt.schedule import Costs, PriceTable
+from commopt.cost import PriceTable
+from commopt.schedule import Costs
 from commopt.schedule.measurement import Estimate
-from commopt.schedule.prices import CorrectedCosts
 
 TRUE = PriceTable((0, 10**9), (100.0, 100.0 + 10**6))
 SIZES = [10**5, 3 * 10**5, 10**6, 3 * 10**6, 10**7, 3 * 10**7, 10**8]
@@ -25,8 +25,8 @@ def observed(
     return strategy, sizes, [Estimate(time_us) for time_us in times]
 
 
-def correction(*strategies: str, overhead_us: float = 0.0) -> CorrectedCosts:
-    return CorrectedCosts(Costs(dict.fromkeys(strategies, TRUE), overhead_us))
+def calibrated(*strategies: str, overhead_us: float = 0.0) -> Costs:
+    return Costs(dict.fromkeys(strategies, TRUE), overhead_us)
 
 
 @settings(deadline=None, max_examples=60)
@@ -41,52 +41,52 @@ def test_both_terms_are_found_whatever_a_few_wild_messages_say(
     strategy, sizes, lane_us = observed("flat", factor, overhead_us, SIZES * 3)
     for place, times in wild:
         lane_us[place] = Estimate(times * lane_us[place].value)
-    learner = correction("flat")
-    learner.learn(strategy, sizes, lane_us)
+    costs = calibrated("flat")
+    costs = costs.learned(strategy, sizes, lane_us)
     for size in (10**4, 10**6, 10**8):
-        assert learner.costs.lane_us(size, "flat") == pytest.approx(factor * TRUE(size) + overhead_us, rel=0.02)
+        assert costs.lane_us(size, "flat") == pytest.approx(factor * TRUE(size) + overhead_us, rel=0.02)
 
 
 def test_two_large_messages_of_one_plan_and_small_ones_of_the_next() -> None:
-    learner = correction("flat")
-    learner.learn(*observed("flat", 1.1, 3500.0, [2 * 10**7, 35 * 10**6]))
-    factor, overhead_us = learner.correction("flat")
+    costs = calibrated("flat")
+    costs = costs.learned(*observed("flat", 1.1, 3500.0, [2 * 10**7, 35 * 10**6]))
+    factor, overhead_us = costs.correction("flat")
     assert overhead_us == 0.0  # too much alike
     assert factor == pytest.approx(1.24, abs=0.05)
-    learner.learn(*observed("flat", 1.1, 3500.0, [56 * 10**5] * 24))
-    assert learner.correction("flat") == pytest.approx((1.1, 3500.0), rel=1e-3)
+    costs = costs.learned(*observed("flat", 1.1, 3500.0, [56 * 10**5] * 24))
+    assert costs.correction("flat") == pytest.approx((1.1, 3500.0), rel=1e-3)
     # A third plan, all of one size: the overhead is still known, and now counts.
     for _ in range(5):
-        learner.learn(*observed("flat", 1.15, 3500.0, ALIKE))
-    assert learner.correction("flat") == pytest.approx((1.15, 3500.0), rel=0.1)
+        costs = costs.learned(*observed("flat", 1.15, 3500.0, ALIKE))
+    assert costs.correction("flat") == pytest.approx((1.15, 3500.0), rel=0.1)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_factor_alone_does_where_sizes_are_alike(seed: int) -> None:
-    learner = correction("flat", overhead_us=80.0)
-    assert learner.costs.lane_us(10**6, "flat") == pytest.approx(1100 + 80)
-    learner.learn(*observed("flat", 1.5, 80.0, ALIKE, noise=0.05, seed=seed))
-    assert learner.correction("flat") == pytest.approx((1.5, 80.0), rel=0.1)
+    costs = calibrated("flat", overhead_us=80.0)
+    assert costs.lane_us(10**6, "flat") == pytest.approx(1100 + 80)
+    costs = costs.learned(*observed("flat", 1.5, 80.0, ALIKE, noise=0.05, seed=seed))
+    assert costs.correction("flat") == pytest.approx((1.5, 80.0), rel=0.1)
 
 
 @pytest.mark.parametrize(("factor", "taken"), [(100.0, 4.0), (0.001, 0.25)])
 @pytest.mark.parametrize("sizes", [SIZES, ALIKE])
 def test_factors_are_limited(factor: float, taken: float, sizes: list[int]) -> None:
-    learner = correction("flat")
-    learner.learn(*observed("flat", factor, sizes=sizes))
-    assert learner.correction("flat") == (taken, 0.0)
+    costs = calibrated("flat")
+    costs = costs.learned(*observed("flat", factor, sizes=sizes))
+    assert costs.correction("flat") == (taken, 0.0)
 
 
 def test_what_slows_one_strategy_slows_those_not_seen() -> None:
-    learner = correction("flat", "tree")
-    learner.learn(*observed("flat", 2.0, 300.0))
-    assert learner.correction("tree") == pytest.approx((2.0, 300.0))
-    learner.learn(*observed("tree", 1.0))  # that was a guess; that it was wrong is no news of flat
-    assert learner.correction("tree") == pytest.approx((1.0, 0.0), abs=1e-6)
-    assert learner.correction("flat") == pytest.approx((2.0, 300.0))
+    costs = calibrated("flat", "tree")
+    costs = costs.learned(*observed("flat", 2.0, 300.0))
+    assert costs.correction("tree") == pytest.approx((2.0, 300.0))
+    costs = costs.learned(*observed("tree", 1.0))  # that was a guess; that it was wrong is no news of flat
+    assert costs.correction("tree") == pytest.approx((1.0, 0.0), abs=1e-6)
+    assert costs.correction("flat") == pytest.approx((2.0, 300.0))
 
 
 def test_messages_that_cost_nothing_teach_nothing() -> None:
-    learner = CorrectedCosts(Costs({"flat": PriceTable((0, 100), (0.0, 100.0))}))
-    learner.learn("flat", [0, 50], [Estimate(5.0), Estimate(0.0)])
-    assert learner.correction("flat") == (1.0, 0.0)
+    costs = Costs({"flat": PriceTable((0, 100), (0.0, 100.0))})
+    costs = costs.learned("flat", [0, 50], [Estimate(5.0), Estimate(0.0)])
+    assert costs.correction("flat") == (1.0, 0.0)

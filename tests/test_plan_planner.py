@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commopt import ConfigurationError
-from commopt.schedule import SPARE, Costs, Plan, PriceTable, Unit, best_plan, simulate
+from commopt.cost import PriceTable
+from commopt.schedule import SPARE, Costs, Plan, Unit, best_plan, simulate
 from tests.plan_cases import cost_models, finish_of, partitions, unit_lists
 
 # Of this process alone, whatever else is going on. Measured: 0.06-0.25 s.

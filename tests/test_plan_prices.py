@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from commopt import ConfigurationError
-from commopt.schedule import Costs, PriceTable
+from commopt.cost import PriceTable
+from commopt.schedule import Costs
 
 
 def test_a_table_is_flat_before_straight_between_and_straight_after() -> None:

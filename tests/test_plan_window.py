@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from commopt.schedule import Costs, Measurement, Plan, PriceTable, Unit
+from commopt.cost import PriceTable
+from commopt.schedule import Costs, Measurement, Plan, Unit
 from commopt.schedule.measure import StepTable
 from commopt.schedule.measurement import Estimate
 

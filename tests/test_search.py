@@ -13,9 +13,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from commopt import Auto, ConfigurationError, Hierarchical
+from commopt.aggregate.learning import LEARNED_LOCAL
 from commopt.schedule import Costs, Decision, Measurement, Outcome, Plan, Tuned, best_plan, explain
 from commopt.schedule.candidates import Candidate, choose
-from commopt.schedule.learning import LEARNED_LOCAL
 from commopt.schedule.search import Search
 from commopt.schedule.simulation import INSIDE
 from tests.search_machine import (

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from commopt import Flat, Hierarchical, PowerSGD
 from commopt.aggregate import Aggregator
-from commopt.cost import LinkCost, Links, cost, price
+from commopt.cost import LinkCost, Links, PriceTable, cost, price
 from commopt.errors import ConfigurationError
 from commopt.feedback import Layout
 from commopt.groups import TeamShape
-from commopt.schedule import SPARE, Costs, PriceTable, Unit, best_plan
+from commopt.schedule import SPARE, Costs, Unit, best_plan
 from commopt.simulate import (
     ClusterSpec,
     NetworkSpec,

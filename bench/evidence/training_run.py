@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 import commopt
 from bench.evidence.models import Subject
 from commopt.feedback import Layout
+from commopt.recording import GradientTimes
 from commopt.schedule import Unit
-from commopt.schedule.measure import GradientTimes
 from commopt.simulate import Workload
 
 STOCK, NOTHING = "ddp", "no communication"

@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from commopt.attached.layouts import require_same_parameters
 from commopt.attached.registration import Registration
 from commopt.errors import ConfigurationError
 from commopt.feedback import Layout, ResidualStore, layout_of, pieces_of, restore, save
 from commopt.feedback.checkpoint import MAX_MAGNITUDE, field, refuse, required, whole
 from commopt.groups import Membership, TeamShape
 from commopt.groups.agreement import PATIENCE_S, Facts, require_equal
-from commopt.schedule import require_same_parameters
 
 FORMAT = 1
 MESSAGE_NBYTES = 32 * 2**20  # on its way to the first rank

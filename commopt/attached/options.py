@@ -21,7 +21,8 @@ from commopt.document import require_whole
 from commopt.errors import ConfigurationError
 from commopt.groups import require_site
 from commopt.groups.build import read_arguments, require_timeout
-from commopt.schedule import BucketConfig, Plan, Tuned
+from commopt.schedule import Plan, Tuned
+from commopt.schedule.config import read_links, read_plan, read_tuned
 
 if TYPE_CHECKING:
     from commopt.cost import Links
@@ -195,14 +196,11 @@ class AttachOptions:
                 f"on_divergence={self.on_divergence!r} is not known; pass one of {', '.join(map(repr, ON_DIVERGENCE))}"
             )
         replay_wanted()
-        read = BucketConfig.read(self.plan, self.links, self.tuned)
-        kept = replace(self, plan=read.plan, links=read.links, tuned=read.tuned)
-        return replace(kept, timeout=timeout_s, process_group=None)  # which its user may destroy
-
-    @property
-    def buckets(self) -> BucketConfig:
-        """The options for plans; for `checked` options only."""
-        return BucketConfig(self.plan, self.links, self.tuned)  # type: ignore[arg-type]
+        links, plan, tuned = read_links(self.links), read_plan(self.plan), read_tuned(self.tuned)
+        if isinstance(plan, Plan) and tuned is not None:
+            raise ConfigurationError("plan= and tuned= both say what to send; pass one of them")
+        # Without the process group, which its user may destroy.
+        return replace(self, plan=plan, links=links, tuned=tuned, timeout=timeout_s, process_group=None)
 
     def compared(self) -> dict[str, str]:
         """Return what ranks compare when they join."""

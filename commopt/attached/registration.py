@@ -24,6 +24,7 @@ from commopt.feedback.checkpoint import required, whole
 from commopt.groups import Membership, WireBytes
 from commopt.lanes import LaneClient
 from commopt.recording import Recorder
+from commopt.schedule.config import agreed_plan
 
 
 class Registration:
@@ -102,7 +103,9 @@ class Registration:
         try:
             if client.team.rank == 0:
                 warn_of_untested_torch(torch.__version__)
-            self.options = replace(options, plan=options.buckets.settled(client.name, client.membership).plan)
+            # Checked options hold no paths any more.
+            plan = agreed_plan(client.name, client.membership, options.plan, options.links, options.tuned)  # type: ignore[arg-type]
+            self.options = replace(options, plan=plan)
             if self.aggregator is not None:
                 self._begin(self.aggregator, client)
         except BaseException:

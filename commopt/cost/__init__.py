@@ -4,6 +4,7 @@
 from commopt.cost.curve import Curve, LineSegment, Point
 from commopt.cost.links import PRIMITIVES, LinkCost, LinkKey, Links, LinksHeader, WorkKey, ring
 from commopt.cost.nominal import Speeds, nominal_links, tree_us
+from commopt.cost.price_table import PriceTable
 from commopt.cost.pricing import Cost, Pricing, cost, first_node, price
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "Links",
     "LinksHeader",
     "Point",
+    "PriceTable",
     "Pricing",
     "Speeds",
     "WorkKey",

@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import accumulate
 from math import prod
+from typing import TYPE_CHECKING
 
 from commopt.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Spans = tuple[tuple[int, int], ...]
 """Elements [begin, end) of a buffer, several times."""
@@ -48,6 +52,11 @@ class Layout:
             numel, shape = (size, ()) if isinstance(size, int) else (prod(size), tuple(size))
             pieces.append(Piece(name, 0, numel, shape))
         return cls(tuple(pieces))
+
+    @classmethod
+    def of_gradients(cls, parameters: Mapping[str, Tensor]) -> Layout:
+        """Lay out the gradients of whole parameters as DDP does: a dense one in the order of its strides."""
+        return cls.of_parameters((name, _stored_shape(parameter)) for name, parameter in parameters.items())
 
     @classmethod
     def anonymous(cls, numel: int) -> Layout:
@@ -162,3 +171,9 @@ def gaps(taken: Iterable[tuple[int, int]], numel: int) -> Iterator[tuple[int, in
         if done < begin:
             yield done, begin
         done = end
+
+
+def _stored_shape(parameter: Tensor) -> tuple[int, ...]:
+    strides = parameter.stride()
+    order = sorted(range(parameter.dim()), key=lambda dim: strides[dim], reverse=True)
+    return tuple(parameter.shape[dim] for dim in order)

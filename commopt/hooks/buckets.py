@@ -27,13 +27,14 @@ from commopt.attached.checks import (
     when_first_stepped,
 )
 from commopt.attached.divergence import DivergenceCheck, Named, Replicas, alike_in
+from commopt.attached.layouts import Layouts
 from commopt.attached.local_sgd import ParameterAverages
 from commopt.attached.options import AttachOptions
 from commopt.attached.reduction import Reduction, Step
 from commopt.attached.registration import Registration
 from commopt.errors import CommoptError, ConfigurationError
 from commopt.feedback import ExactSample, Layout, ResidualStore
-from commopt.schedule import Controller, Layouts, Plan, Tuned
+from commopt.schedule import Controller, Plan, Tuned
 from commopt.schedule.reducer import is_capturing
 
 _log = logging.getLogger("commopt")
@@ -51,7 +52,7 @@ class DDPRegistration(Registration):
     def __init__(self, options: AttachOptions, aggregator: Aggregator | None, module: nn.Module | None) -> None:
         self.layouts = Layouts(module)
         super().__init__(options, aggregator, self.layouts.parameters, self.layouts.numels)
-        self.controller = Controller(self.recorder, self.layouts)
+        self.controller = Controller(self.recorder, self.layouts.parameters)
         self.decided_by: str | None = None
         self.exact_sample: ExactSample | None = None
         if isinstance(aggregator, LocalSGD):
@@ -76,7 +77,9 @@ class DDPRegistration(Registration):
             self.controller.optimizer = auto.optimizer or ""
             if auto.optimizer is None:
                 when_first_stepped(self, _note_optimizer)
-        self.controller.begin(client.team, aggregator, self.options.buckets)
+        plan, links, tuned = self.options.plan, self.options.links, self.options.tuned
+        # Checked options hold no paths any more.
+        self.controller.begin(client.team, aggregator, plan, links, tuned)  # type: ignore[arg-type]
         self.exact_sample = ExactSample() if self.controller.watches else None
         self._sampled_plan = self.controller.changes
         if self.averages is not None:
@@ -282,14 +285,14 @@ class DDPRegistration(Registration):
         return reduction.submit(client, self.sent)
 
     def _end_step(self) -> None:
+        client = self.joined
+        assert client is not None  # since the step began
         assert self.device is not None  # of the first bucket
         usual_us = median(self._lately_ns) / 1000 if self.recorder.enabled and self._lately_ns else 0.0
         step = self.step
-        point = self.controller.end_step(
-            self.steps, self.device, step.buffers, step.gradients, usual_us, self.exact_sample
+        self.controller.end_step(
+            client, self.steps, self.device, step.buffers, step.gradients, usual_us, self.exact_sample
         )
-        if point is not None:
-            self.controller.synchronise(self.client.run(point.decide, point.title))
         step.gradients.clear()
         self.steps += 1
         if self.divergence is not None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Timestamps of one rank's steps: buckets, messages and the collectives inside them."""
 
+from commopt.recording.gradients import GradientTimes
 from commopt.recording.recorder import (
     Clock,
     Mark,
@@ -15,6 +16,7 @@ from commopt.recording.records import BucketRecord, MessageRecord, Span, StepRec
 __all__ = [
     "BucketRecord",
     "Clock",
+    "GradientTimes",
     "Mark",
     "MessageRecord",
     "MessageRecorder",

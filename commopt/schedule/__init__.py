@@ -9,24 +9,21 @@ compares the Candidates, with the help of planner and Costs, and makes a Decisio
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from commopt.schedule.config import BucketConfig
 from commopt.schedule.controller import Controller
 from commopt.schedule.decision import Decision, Outcome, Tuned, Window
-from commopt.schedule.layouts import Layouts, require_same_parameters
 from commopt.schedule.measurement import Measurement
 from commopt.schedule.plan import Plan, Unit
 from commopt.schedule.simulation import simulate
 
 if TYPE_CHECKING:
+    from commopt.schedule.costs import Costs
     from commopt.schedule.explanation import explain
     from commopt.schedule.planner import SPARE, best_plan
-    from commopt.schedule.prices import Costs, PriceTable
 
 # Loaded when they are first used: most trainings leave DDP's buckets alone.
 _LATER = {
     "SPARE": "planner",
-    "Costs": "prices",
-    "PriceTable": "prices",
+    "Costs": "costs",
     "best_plan": "planner",
     "explain": "explanation",
 }
@@ -40,20 +37,16 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "SPARE",
-    "BucketConfig",
     "Controller",
     "Costs",
     "Decision",
-    "Layouts",
     "Measurement",
     "Outcome",
     "Plan",
-    "PriceTable",
     "Tuned",
     "Unit",
     "Window",
     "best_plan",
     "explain",
-    "require_same_parameters",
     "simulate",
 ]

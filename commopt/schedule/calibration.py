@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, count
 from math import ceil
 from time import perf_counter_ns
@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from commopt.aggregate import Aggregator, context_for
-from commopt.cost import Curve, Links, price
+from commopt.cost import Curve, Links, PriceTable, price
 from commopt.errors import ConfigurationError
 from commopt.feedback import Layout, ResidualStore
 from commopt.groups import Team, TeamShape
-from commopt.schedule.prices import PriceTable
 
 _FIRST_NBYTES = 4 * 1024
 _GROWTH = 4
@@ -61,14 +60,14 @@ def calibrate(
             expected_us = points[name][-1][1] * nbytes / points[name][-1][0] if points[name] else 0.0
             if place >= _LEAST_LAYOUTS and expected_us * (1 + _FEWEST_CALLS) > left_us:
                 break
-            timed = _TimedMessage(aggregator, layout, dtype, team)
+            mean_us = _sender(aggregator, layout, dtype, team)
             if team.default_device.type == "cuda":
-                timed.mean_us(1)  # the first collective of a level takes NCCL longer than any budget
-            once_us = timed.mean_us(1)
+                mean_us(1)  # the first collective of a level takes NCCL longer than any budget
+            once_us = mean_us(1)
             calls = min(_MOST_CALLS, max(_FEWEST_CALLS, ceil(_LONG_ENOUGH_US / once_us)))
-            points[name].append((nbytes, timed.mean_us(calls)))
+            points[name].append((nbytes, mean_us(calls)))
             left_us -= once_us + calls * points[name][-1][1]
-            del timed  # before the next one takes memory
+            del mean_us  # before the next one takes memory
     return points
 
 
@@ -96,15 +95,16 @@ def prices_from_links(
 
 
 def require_prices(
-    strategies: Mapping[str, Aggregator], parameters: Mapping[str, Tensor], whole: Layout, team: TeamShape, links: Links
+    strategies: Mapping[str, Aggregator], parameters: Mapping[str, Tensor], team: TeamShape, links: Links
 ) -> None:
     """Raise ConfigurationError, alike on all ranks, unless `links` has figures for all messages of the strategies.
 
-    whole: all parameters, none where they are not known yet.
+    parameters: of the model, none where they are not known yet.
     """
     dtype = next((parameter.dtype for parameter in parameters.values()), torch.float32)
     try:
-        prices_from_links(strategies, whole if parameters else Layout.anonymous(_UNKNOWN_NUMEL), dtype, team, links)
+        whole = Layout.of_gradients(parameters) if parameters else Layout.anonymous(_UNKNOWN_NUMEL)
+        prices_from_links(strategies, whole, dtype, team, links)
     except ConfigurationError as error:
         nodes = " + ".join(map(str, team.ranks_per_node))
         raise ConfigurationError(
@@ -113,36 +113,36 @@ def require_prices(
         ) from None
 
 
-class _TimedMessage:
-    """One sample, sent again and again as a lane would send it."""
+def _sender(aggregator: Aggregator, layout: Layout, dtype: torch.dtype, team: Team) -> Callable[[int], float]:
+    """Return what sends one sample so many times, as a lane would, and returns the mean time on the slowest rank.
 
-    def __init__(self, aggregator: Aggregator, layout: Layout, dtype: torch.dtype, team: Team) -> None:
-        generator = torch.Generator().manual_seed(0)
-        values = torch.randn(layout.numel, generator=generator, dtype=torch.float32, device="cpu")
-        self._buffer = values.to(team.default_device, dtype)
-        self._layout = Layout.anonymous(layout.numel) if aggregator.lossless else layout
-        self._aggregator = aggregator
-        self._team = team
-        # From 1 on: in round 0 a LocalSGD's parameters stay where they are.
-        self._store = ResidualStore()
-        self._steps = count(max(1, aggregator.start_step))
+    Without pauses, in which a network would recover.
+    """
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(layout.numel, generator=generator, dtype=torch.float32, device="cpu")
+    buffer = values.to(team.default_device, dtype)
+    device = buffer.device
+    sent = Layout.anonymous(layout.numel) if aggregator.lossless else layout
+    store = ResidualStore()
+    # From 1 on: in round 0 a LocalSGD's parameters stay where they are.
+    steps = count(max(1, aggregator.start_step))
 
-    def mean_us(self, calls: int) -> float:
-        """Return the mean time of a call on the slowest rank; without pauses, in which a network would recover."""
-        device, team = self._buffer.device, self._team
+    def mean_us(calls: int) -> float:
         team.all_reduce(torch.zeros(1, dtype=torch.float32, device=device))
         _finish(device)
         begun_ns = perf_counter_ns()
         for _ in range(calls):
-            self._store.transaction.begin_step()
-            context = context_for(self._aggregator, self._layout, team, self._store, next(self._steps))
-            self._aggregator.all_reduce(self._buffer, team, 1.0 / team.size, context)
-            self._store.transaction.end_bucket(last=True)
+            store.transaction.begin_step()
+            context = context_for(aggregator, sent, team, store, next(steps))
+            aggregator.all_reduce(buffer, team, 1.0 / team.size, context)
+            store.transaction.end_bucket(last=True)
         _finish(device)
         own_us = torch.tensor([(perf_counter_ns() - begun_ns) / 1000 / calls], dtype=torch.float64, device=device)
         everyone = own_us.new_empty(team.size)
         team.all_gather(everyone, own_us)
         return float(everyone.max())
+
+    return mean_us
 
 
 def _finish(device: torch.device) -> None:

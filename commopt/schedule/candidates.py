@@ -23,7 +23,7 @@ from commopt.schedule.plan import Plan
 from commopt.schedule.simulation import INSIDE
 
 if TYPE_CHECKING:
-    from commopt.schedule.prices import Costs
+    from commopt.schedule.costs import Costs
 
 Gradients = Sequence[tuple[Layout, Tensor]]
 
@@ -90,7 +90,7 @@ def local_messages(aggregator: Aggregator, team: TeamShape) -> dict[str, Aggrega
     auto = auto_of(aggregator)
     if auto is None or LOCAL not in auto.allow or team.node_count == 1:
         return {}
-    from commopt.schedule.learning import LEARNED_LOCAL  # few need it
+    from commopt.aggregate.learning import LEARNED_LOCAL  # few need it
 
     return {repr(each): each for each in (INSIDE, *(average.parameters for average in LEARNED_LOCAL))}
 
@@ -164,7 +164,7 @@ def one_of_each(allowed: Sequence[Candidates[Aggregator]], gradients: Gradients,
 
     gradients: flat buffers with their layouts.
     """
-    from commopt.schedule.learning import strength_of  # only `auto` needs it
+    from commopt.aggregate.learning import strength_of  # only `auto` needs it
 
     square = sum(float(torch.linalg.vector_norm(buffer, dtype=torch.float64)) ** 2 for _, buffer in gradients)
     if not isfinite(square) or square == 0:

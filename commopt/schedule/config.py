@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from commopt.aggregate import Aggregator
 from commopt.document import read_text
@@ -23,58 +23,58 @@ if TYPE_CHECKING:
 _log = logging.getLogger("commopt")
 
 _KINDS = ("adaptive", "ddp")
+_Kind = TypeVar("_Kind")
 
 
-@dataclass(frozen=True)
-class BucketConfig:
-    """The user's choices about buckets and tuning.
+def read_plan(plan: Any) -> Plan | str | None:
+    """Return the choice of a user, checked; a path is read. Raises ConfigurationError.
 
-    plan: "ddp" leaves DDP's buckets alone, "adaptive" measures and plans, a Plan is followed as it is. None is
-        "adaptive" for an aggregator that tunes, else "ddp".
-    links: prices of messages; None to time messages instead.
-    tuned: the result of an earlier tuning; None to tune anew.
+    "ddp" leaves DDP's buckets alone, "adaptive" measures and plans, a Plan is followed as it is. None is "adaptive" for
+    an aggregator that tunes, else "ddp".
     """
+    if plan is None or plan in _KINDS:
+        return plan  # type: ignore[no-any-return]
+    return _given("plan", plan, Plan, lambda path: Plan.from_json(read_text(path)))
 
-    plan: Plan | str | None = None
-    links: Links | None = None
-    tuned: Tuned | None = None
 
-    @classmethod
-    def read(cls, plan: Any, links: Any, tuned: Any = None) -> BucketConfig:
-        """Return the choices of a user, checked; paths are read. Raises ConfigurationError."""
-        if links is not None:
-            from commopt.cost import Links
+def read_links(links: Any) -> Links | None:
+    """Return the prices that a user gave, checked; a path is read. None to time messages instead."""
+    if links is None:
+        return None
+    from commopt.cost import Links
 
-            links = _given("links", links, Links, Links.load)
-        if plan is not None and plan not in _KINDS:
-            plan = _given("plan", plan, Plan, lambda path: Plan.from_json(read_text(path)))
-        config = cls(plan, links, None if tuned is None else _given("tuned", tuned, Tuned, Tuned.load))
-        if isinstance(config.plan, Plan) and config.tuned is not None:
-            raise ConfigurationError("plan= and tuned= both say what to send; pass one of them")
-        return config
+    return _given("links", links, Links, Links.load)
 
-    def measures(self, aggregator: Aggregator) -> bool:
-        """Return whether plans are to be made for the messages of `aggregator`."""
-        return self.plan == "adaptive" or (self.plan is None and aggregator.tunes)
 
-    def settled(self, owner: str, membership: Membership) -> BucketConfig:
-        """Return the choices that all ranks follow; collective. Rank 0's plan counts; any other difference raises."""
-        given = isinstance(self.plan, Plan)
-        membership.agree(
-            f"{owner} plan",
-            plan="a plan" if given else str(self.plan),
-            links="none" if self.links is None else _digest(self.links),
-            tuned="none" if self.tuned is None else sha256(self.tuned.to_json().encode()).hexdigest()[:16],
-        )
-        if not isinstance(self.plan, Plan):
-            return self
-        digest = self.plan.digest()
-        text = self.plan.to_json() if membership.team.rank == 0 else ""
-        plans = membership.exchange(f"{owner} plan itself", digest=digest, plan=text)
-        if plans[0]["digest"] == digest:
-            return self
-        _log.warning("this rank was given another plan than rank %d, whose plan all follow", membership.ranks[0])
-        return replace(self, plan=Plan.from_json(plans[0]["plan"]))
+def read_tuned(tuned: Any) -> Tuned | None:
+    """Return the result of an earlier tuning, checked; a path is read. None to tune anew."""
+    return None if tuned is None else _given("tuned", tuned, Tuned, Tuned.load)
+
+
+def makes_plans(plan: Plan | str | None, aggregator: Aggregator) -> bool:
+    """Return whether plans are to be made for the messages of `aggregator`."""
+    return plan == "adaptive" or (plan is None and aggregator.tunes)
+
+
+def agreed_plan(
+    owner: str, membership: Membership, plan: Plan | str | None, links: Links | None, tuned: Tuned | None
+) -> Plan | str | None:
+    """Return the choice that all ranks follow; collective. Rank 0's plan counts; any other difference raises."""
+    membership.agree(
+        f"{owner} plan",
+        plan="a plan" if isinstance(plan, Plan) else str(plan),
+        links="none" if links is None else _digest(links),
+        tuned="none" if tuned is None else sha256(tuned.to_json().encode()).hexdigest()[:16],
+    )
+    if not isinstance(plan, Plan):
+        return plan
+    digest = plan.digest()
+    text = plan.to_json() if membership.team.rank == 0 else ""
+    plans = membership.exchange(f"{owner} plan itself", digest=digest, plan=text)
+    if plans[0]["digest"] == digest:
+        return plan
+    _log.warning("this rank was given another plan than rank %d, whose plan all follow", membership.ranks[0])
+    return Plan.from_json(plans[0]["plan"])
 
 
 def require_strategy(plan: Plan, strategies: Mapping[str, Aggregator]) -> None:
@@ -107,7 +107,7 @@ _CHOICES = {
 }
 
 
-def _given(name: str, value: Any, kind: type, load: Callable[[str | Path], Any]) -> Any:
+def _given(name: str, value: Any, kind: type[_Kind], load: Callable[[str | Path], _Kind]) -> _Kind:
     """Return an option that is an object, or the path of a file that holds one."""
     if isinstance(value, kind):
         return value

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from enum import Enum, auto
+from functools import partial
 from typing import TYPE_CHECKING
 from weakref import ref
 
@@ -21,18 +22,17 @@ from commopt.aggregate import Aggregator, Flat
 from commopt.errors import ConfigurationError
 from commopt.feedback import ExactSample, Layout
 from commopt.groups import Team
-from commopt.lanes import Pending
-from commopt.recording import Recorder
+from commopt.lanes import LaneClient, Pending
+from commopt.recording import GradientTimes, Recorder
 from commopt.schedule import reducer
 from commopt.schedule.candidates import available, local_messages
-from commopt.schedule.config import BucketConfig, require_fit, require_strategy
+from commopt.schedule.config import makes_plans, require_fit, require_strategy
 from commopt.schedule.decision import FIRST_WINDOW, Decision, Tuned, Window
-from commopt.schedule.layouts import Layouts
-from commopt.schedule.measure import StepRecorder
 from commopt.schedule.plan import Plan
 
 if TYPE_CHECKING:
-    from commopt.schedule.sync import Coordinator, SyncPoint
+    from commopt.cost import Links
+    from commopt.schedule.sync import Coordinator
 
 _log = logging.getLogger("commopt")
 
@@ -47,14 +47,14 @@ LOOK_EVERY_STEPS = 16
 class Phase(Enum):
     """The phases of a Controller.
 
-    A search goes WAITING -> MEASURING -> SYNCHRONISING -> WAITING and so on. Between two windows it may go from WAITING
-    to SYNCHRONISING and back, to look at how far compressed averages are behind exact ones. It ends in IDLE if rank 0
-    fails to decide, and in FROZEN from anywhere.
+    A search goes WAITING -> MEASURING -> SYNCHRONISING -> WAITING and so on, and between two windows maybe WAITING ->
+    LOOKING -> WAITING. It ends in IDLE if rank 0 fails to decide, and in FROZEN from anywhere.
 
     IDLE: makes no plans; DDP's own buckets count, or the plan that was given.
     WAITING: for the next window of steps to measure.
     MEASURING: the steps of a window.
     SYNCHRONISING: the decision is under way on the lane; the next step adopts it.
+    LOOKING: the same, only at how far compressed averages are behind exact ones; mostly there is nothing to adopt.
     FROZEN: makes no plans any more.
     """
 
@@ -62,15 +62,18 @@ class Phase(Enum):
     WAITING = auto()
     MEASURING = auto()
     SYNCHRONISING = auto()
+    LOOKING = auto()
     FROZEN = auto()
 
 
-_PLANNING = (Phase.WAITING, Phase.MEASURING, Phase.SYNCHRONISING)
+_DECIDING = (Phase.SYNCHRONISING, Phase.LOOKING)
+_PLANNING = (Phase.WAITING, Phase.MEASURING, *_DECIDING)
 
 
 class Controller:
     """Which buckets travel together in one registration, and by which strategy.
 
+    parameters: the averaged ones by name; of an unknown model they become known with its buckets.
     phase: see Phase.
     aggregator: averages every message of the step under way.
     plan: is followed; None while DDP's own buckets are.
@@ -80,7 +83,7 @@ class Controller:
     optimizer: as Tuned has it.
     """
 
-    def __init__(self, recorder: Recorder, layouts: Layouts) -> None:
+    def __init__(self, recorder: Recorder, parameters: Mapping[str, Tensor]) -> None:
         self.phase = Phase.IDLE
         self.aggregator: Aggregator = Flat()
         self.plan: Plan | None = None
@@ -88,18 +91,19 @@ class Controller:
         self.decisions: list[Decision] = []
         self.tuned: Tuned | None = None
         self.optimizer = ""
-        self._layouts = layouts
+        self._parameters = parameters
         self._team: Team | None = None
-        self._config = BucketConfig()
+        self._choice: Plan | str | None = None  # see config.read_plan
         self._requested: Aggregator = Flat()  # which may be `auto`
         self._strategies: Mapping[str, Aggregator] = {}
         self._coordinator: Coordinator | None = None  # where plans are made
-        self._point: SyncPoint | None = None  # the last one
-        self._pending: Pending | None = None  # its decision, on the lane
-        self._recorder = StepRecorder(recorder, layouts.parameters, self._first_window(0))
+        self._pending: Pending | None = None  # the decision under way
+        self._recorder = recorder
+        self._window = self._first_window(0)  # the next to measure, or the one that is measured
+        self._gradient_times: GradientTimes | None = None  # in it
         self._buckets: list[Layout] = []  # DDP's, in the last whole step
         self._settled = False  # whether the last two steps had the same buckets
-        self._of_ddp = reducer.ReducerBuckets(layouts.parameters)
+        self._of_ddp = reducer.ReducerBuckets(parameters)
 
     # ------------------------------------------------------------------------------------- setting up
 
@@ -107,50 +111,57 @@ class Controller:
         """Take note of the model, whose buckets can then be made anew where torch allows it."""
         self._of_ddp.ddp = ref(ddp)
 
-    def begin(self, team: Team, aggregator: Aggregator, config: BucketConfig) -> None:
+    def begin(
+        self,
+        team: Team,
+        aggregator: Aggregator,
+        plan: Plan | str | None = None,
+        links: Links | None = None,
+        tuned: Tuned | None = None,
+    ) -> None:
         """Set, before the first bucket, who averages, how, and by what plan.
 
         Raises as `follow`, and ConfigurationError when links were given that lack what this cluster sends. Not
         collective, but all ranks must call it, and it raises on all or none.
         """
         self._team = team
-        self._config = config
+        self._choice = plan
         self._requested = aggregator
         self._of_ddp.speaks = team.rank == 0
         self._strategies = available(aggregator, team)
         self.aggregator = next(iter(self._strategies.values()))
-        if config.measures(aggregator) and team.size > 1 and self.phase is not Phase.FROZEN:
-            self._begin_planning(team)
-        if aggregator.tunes and config.plan == "ddp":
-            how = "flat does" if config.tuned is None else "tuned= says, and nobody watches"
+        if makes_plans(plan, aggregator) and team.size > 1 and self.phase is not Phase.FROZEN:
+            self._begin_planning(team, links)
+        if aggregator.tunes and plan == "ddp":
+            how = "flat does" if tuned is None else "tuned= says, and nobody watches"
             _log.warning("auto does not tune with plan='ddp': gradients are averaged as %s; leave plan= out", how)
-        self._recorder.restart(self._first_window(0))
-        if isinstance(config.plan, Plan):
-            self.follow(config.plan)
-        if config.tuned is not None:
-            require_fit(config.tuned, aggregator, team)
-            self.tuned = config.tuned
-            if config.tuned.plan is not None:
-                self.follow(config.tuned.plan)
+        self._measure_anew(0)
+        if isinstance(plan, Plan):
+            self.follow(plan)
+        if tuned is not None:
+            require_fit(tuned, aggregator, team)
+            self.tuned = tuned
+            if tuned.plan is not None:
+                self.follow(tuned.plan)
 
-    def _begin_planning(self, team: Team) -> None:
+    def _begin_planning(self, team: Team, links: Links | None) -> None:
         # Loaded here: most trainings leave DDP's buckets alone.
         from commopt.schedule.calibration import require_prices
         from commopt.schedule.sync import Coordinator
 
         self.phase = Phase.WAITING
-        self._coordinator = Coordinator(team, self._requested, self._config)
-        if self._config.links is not None:
+        self._coordinator = Coordinator(team, self._requested, links, self._recorder)
+        if links is not None:
             priced = {**self._strategies, **local_messages(self._requested, team)}
-            require_prices(priced, self._layouts.parameters, self._layouts.whole, team, self._config.links)
+            require_prices(priced, self._parameters, team, links)
 
     def follow(self, plan: Plan) -> None:
         """Send what `plan` says from the next step on; the same plan on every rank.
 
         Raises ConfigurationError when it is for other parameters, or for an aggregator that is not available.
         """
-        if self._layouts.numels:
-            plan.require_names(self._layouts.numels)
+        if self._parameters:
+            plan.require_names(self._parameters)
         require_strategy(plan, self._strategies)
         self._follow(plan)
 
@@ -171,12 +182,12 @@ class Controller:
         self._settled = False
         if buckets:
             self._of_ddp.wanted = [_names(bucket) for bucket in buckets]
-        self._recorder.restart(self._first_window(step))
+        self._measure_anew(step)
         if self.phase in _PLANNING:
             self.phase = Phase.WAITING
         if self._coordinator is not None:
             self._coordinator.restart()
-        if self._config.measures(self._requested):  # also when frozen
+        if makes_plans(self._choice, self._requested):  # also when frozen
             self.tuned = tuned
             if self._requested.tunes and self.phase is not Phase.FROZEN:
                 # A plan that is not the result of tuning was on trial.
@@ -190,6 +201,12 @@ class Controller:
                 except ConfigurationError as error:  # residuals are what a checkpoint is for; a plan can be made again
                     self.tuned = None
                     _log.warning("the plan of the checkpoint is not followed: %s", error)
+
+    def _measure_anew(self, step: int) -> None:
+        """Forget all measurements; the next window is the first one from `step` on."""
+        self._stop_measuring()
+        self._recorder.clear()
+        self._window = self._first_window(step)
 
     def _first_window(self, step: int) -> Window:
         """Return the first window from `step` on: not before warm-up is over, while messages are different."""
@@ -205,7 +222,7 @@ class Controller:
             _log.info("no more plans for the buckets: %s", reason)
         self.phase = Phase.FROZEN
         self._drop_decision()
-        self._recorder.stop()
+        self._stop_measuring()
 
     # ------------------------------------------------------------------------------------- asking
 
@@ -228,32 +245,29 @@ class Controller:
         """
         if sends:
             self.require_repeatable(step)
-        if self.phase is Phase.SYNCHRONISING:
-            self._adopt()
+        self._adopt()
         self._of_ddp.sees_forwards = True
-        if self._of_ddp.wanted and self._layouts.parameters:  # else DDP is yet to show them
+        if self._of_ddp.wanted and self._parameters:  # else DDP is yet to show them
             self._of_ddp.change(_names(*self._buckets))
 
     def begin_step(self, step: int) -> None:
         """Adopt what was decided if there was no forward to do it, and record the steps of a window."""
         self.require_repeatable(step)
-        if self.phase is Phase.SYNCHRONISING:
-            self._adopt()
-        if self.phase in _PLANNING:
-            self._recorder.begin_step(step)
+        self._adopt()
+        if self.phase in _PLANNING and step + 1 >= self._window.first_step:
+            self._recorder.enabled = True  # one step early: where it ends the first measured one begins
 
     def end_step(
         self,
+        client: LaneClient,
         step: int,
         device: torch.device,
         buckets: list[Layout],
         gradients: Sequence[Tensor],
         overhead_us: float,
         exact_sample: ExactSample | None = None,
-    ) -> SyncPoint | None:
-        """Return the synchronisation point that is due after `step`, None if none is.
-
-        Every rank must put `SyncPoint.decide` on the lane, and pass its pending result to `synchronise`.
+    ) -> None:
+        """End the records of `step`; if the ranks synchronise after it, begin to, on the lane of `client`.
 
         buckets, gradients: those of the step, in order.
         overhead_us: the cost of the hook on the host for each bucket.
@@ -264,21 +278,19 @@ class Controller:
         if self._of_ddp.wanted and self._of_ddp.say_why_not() and self._of_ddp.sees_forwards:
             self._of_ddp.wanted = ()  # a rank without data, in join(), has seen no forward yet
         if self.phase not in _PLANNING:
-            return None
-        self._recorder.end_step(step, device)
-        if step + 1 >= self._recorder.window.first_step:
-            self.phase = Phase.MEASURING
+            return
+        self._measure(step, device)
         looks = self.phase is Phase.WAITING
-        if not (self._is_time_to_look(step, exact_sample) if looks else self._recorder.window.ends_with(step)):
-            return None
+        if not (self._is_time_to_look(step, exact_sample) if looks else self._window.ends_with(step)):
+            return
         assert self._coordinator is not None  # begun
         self._of_ddp.say_why_not()
         from commopt.schedule.sync import SyncPoint
 
-        self._point = SyncPoint(
-            coordinator=self._coordinator,
+        point = SyncPoint(
             step=step,
-            recorder=self._recorder,
+            window=self._window,
+            gradient_times=self._gradient_times,
             strategy=next(iter(self._strategies)) if self.plan is None else self.plan.strategy,
             gradients=list(zip(self._buckets, gradients, strict=True)),
             settled=self._settled,
@@ -286,21 +298,33 @@ class Controller:
             overhead_us=overhead_us,
             tuned=self.tuned,
             exact_sample=exact_sample,
-            looks=looks,
             optimizer=self.optimizer,
         )
-        return self._point
+        task = self._coordinator.look if looks else self._coordinator.decide
+        self._pending = client.run(partial(task, point), f"planning after step {step}")
+        self.phase = Phase.LOOKING if looks else Phase.SYNCHRONISING
+
+    def _measure(self, step: int, device: torch.device) -> None:
+        """Note that all gradients of `step` are there, on `device`; take times of the next one if it is measured."""
+        if self._gradient_times is not None:
+            self._gradient_times.end_step(step)
+        elif self._window.first_step <= step + 1 <= self._window.last_step:
+            self._gradient_times = GradientTimes(device)
+            self._gradient_times.start(self._parameters)
+        if step + 1 >= self._window.first_step:
+            self.phase = Phase.MEASURING
+
+    def _stop_measuring(self) -> None:
+        self._recorder.enabled = self._recorder.always
+        if self._gradient_times is not None:
+            self._gradient_times.stop()
+            self._gradient_times = None
 
     def _is_time_to_look(self, step: int, exact_sample: ExactSample | None) -> bool:
         """Return whether all ranks look after `step` at how far compressed averages are behind."""
         if exact_sample is None or self.aggregator.lossless:
             return False
         return (step + 1 - exact_sample.first_step) % LOOK_EVERY_STEPS == 0
-
-    def synchronise(self, pending: Pending) -> None:
-        """Adopt the decision of the last synchronisation point before the next step. pending: it, on the lane."""
-        self._pending = pending
-        self.phase = Phase.SYNCHRONISING
 
     def require_repeatable(self, step: int) -> None:
         """Raise ConfigurationError when `step` is captured in a CUDA graph and is not what all later ones will be."""
@@ -320,26 +344,23 @@ class Controller:
         self.aggregator.check_capture(step, self._team)
 
     def _adopt(self) -> None:
-        """Do what was decided at the last synchronisation point."""
+        """Do what was decided at the last synchronisation point, if the step before ended with one."""
+        if self.phase not in _DECIDING:
+            return
         assert self._pending is not None
-        assert self._point is not None
+        assert self._coordinator is not None
         self._pending.wait()
-        decision = self._point.coordinator.decision
+        decision, looked = self._coordinator.decision, self.phase is Phase.LOOKING
+        if decision is not None or not looked:
+            self._stop_measuring()
         if decision is not None:
-            self._recorder.stop()
-            self._apply(decision, self._point.coordinator)
-            phase = Phase.WAITING
-        elif self._point.looks:  # and nothing was wrong
-            phase = Phase.WAITING
-        else:  # rank 0 could not decide
-            self._recorder.stop()
-            phase = Phase.IDLE
+            self._apply(decision, self._coordinator)
         # Only now: after Ctrl-C above this rank would otherwise go another way than the others.
-        self.phase = phase
-        self._point = self._pending = None
+        self.phase = Phase.WAITING if decision is not None or looked else Phase.IDLE  # where rank 0 could not decide
+        self._pending = None
 
     def _apply(self, decision: Decision, coordinator: Coordinator) -> None:
-        self._recorder.window = decision.window
+        self._window = decision.window
         if decision.plan is not None:
             self._follow(decision.plan)
         elif self.plan is not None:
@@ -355,7 +376,7 @@ class Controller:
         """Let a decision that is under way end without consequences."""
         if self._pending is not None:
             self._pending.wait()
-            self._point = self._pending = None
+            self._pending = None
 
 
 def _names(*buckets: Layout) -> tuple[str, ...]:

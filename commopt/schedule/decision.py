@@ -59,7 +59,7 @@ class Outcome:
     predicted_exposed_us: the part of it after the last gradient.
     step_us: the measured time of a step; None if the candidate was not tried.
     exposed_us: the measured part of it after the last gradient.
-    steps: to a loss, over those of exact averages, as measured with the optimizer (commopt/schedule/learning.py).
+    steps: to a loss, over those of exact averages, as measured with the optimizer (commopt/aggregate/learning.py).
     """
 
     name: str

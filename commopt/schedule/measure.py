@@ -1,112 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When gradients were ready and messages ran: recorded on every rank in a window of steps, then put together."""
+"""When gradients were ready and messages ran, in a window of steps: of one rank, then of the last one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from commopt.groups import Team, gather_bytes
-from commopt.recording import Mark, Recorder, StepRecord, clock_for
-from commopt.schedule.decision import Window
+from commopt.recording import StepRecord
 from commopt.schedule.plan import Unit
 
 Times = npt.NDArray[np.float64]
-
-
-class GradientTimes:
-    """The times at which gradients were accumulated last before each step's last bucket.
-
-    A gradient hook costs a microsecond or two, so hooks exist only between `start` and `stop`. The parameters hold the
-    hooks and these hold this object, so it must not hold the parameters: no collector sees through autograd's side.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._clock = clock_for(device)
-        self._handles: list[Any] = []
-        self._marks: dict[str, Mark] = {}
-        self._steps: dict[int, dict[str, Mark]] = {}
-
-    def start(self, parameters: Mapping[str, Tensor]) -> None:
-        """Begin to take times of `parameters`, except those that are frozen now."""
-        for name, parameter in parameters.items():
-            if parameter.requires_grad:
-                self._handles.append(parameter.register_post_accumulate_grad_hook(self._marker(name)))
-
-    def _marker(self, name: str) -> Callable[[Tensor], None]:
-        def note(_: Tensor) -> None:
-            if not self._clock.is_capturing():
-                self._marks[name] = self._clock.mark()
-
-        return note
-
-    def end_step(self, step: int) -> None:
-        """Note that all gradients of `step` are there; a parameter without a time has none in this step."""
-        if self._handles:
-            self._steps[step], self._marks = self._marks, {}
-
-    def stop(self) -> None:
-        """Remove the hooks, and forget the times."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        self._steps = {}
-
-    def times_us(self) -> dict[int, dict[str, float]]:
-        """Return the times by step and name, in microseconds; waits for the device."""
-        steps = {step: marks for step, marks in self._steps.items() if marks}
-        times = self._clock.times_us([list(marks.values()) for marks in steps.values()])
-        return {step: dict(zip(steps[step], values, strict=True)) for step, values in zip(steps, times, strict=True)}
-
-
-class StepRecorder:
-    """Switches the recorder and the gradient hooks on and off, for the steps of a window."""
-
-    def __init__(self, recorder: Recorder, parameters: Mapping[str, Tensor], window: Window) -> None:
-        self.window = window
-        self._recorder = recorder
-        self._parameters = parameters
-        self._gradients: GradientTimes | None = None
-
-    def begin_step(self, step: int) -> None:
-        """Record `step` if it is in the window, or the one before it, where the first measured step begins."""
-        if step + 1 >= self.window.first_step:
-            self._recorder.enabled = True
-
-    def end_step(self, step: int, device: torch.device) -> None:
-        """Note that all gradients of `step` are there, on `device`; take times of the next one if it is measured."""
-        if self._gradients is not None:
-            self._gradients.end_step(step)
-        elif self.window.first_step <= step + 1 <= self.window.last_step:
-            self._gradients = GradientTimes(device)
-            self._gradients.start(self._parameters)
-
-    def records(self) -> dict[int, StepRecord]:
-        """Return the recorded steps by number; waits for the device."""
-        return {record.step: record for record in self._recorder.steps()}
-
-    def ready_us(self) -> dict[int, dict[str, float]]:
-        """Return by step and parameter when gradients were ready, in microseconds; waits for the device."""
-        return {} if self._gradients is None else self._gradients.times_us()
-
-    def stop(self) -> None:
-        """Measure no more, until the next window."""
-        self._recorder.enabled = self._recorder.always
-        if self._gradients is not None:
-            self._gradients.stop()
-            self._gradients = None
-
-    def restart(self, window: Window) -> None:
-        """Forget all measurements, and go by another window, which may count steps from another number."""
-        self.stop()
-        self._recorder.clear()
-        self.window = window
 
 
 @dataclass(frozen=True)

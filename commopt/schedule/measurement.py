@@ -19,7 +19,7 @@ from commopt.schedule.plan import Plan, Prediction, Unit
 from commopt.schedule.simulation import INSIDE, mean_step_us, members_of, simulate
 
 if TYPE_CHECKING:
-    from commopt.schedule.prices import Costs
+    from commopt.schedule.costs import Costs
 
 # For normal values: the standard deviation is 1.4826 MAD, and the median of n has an error of 1.2533 of it / sqrt(n).
 _MEDIAN_ERROR_PER_MAD = 1.4826 * 1.2533

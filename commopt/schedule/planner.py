@@ -3,7 +3,7 @@
 
 Units 1..n in the order of backward, unit j ready at r_j (made non-decreasing by a running maximum: a message waits for
 all its units), C_j the bytes of the first j. A message of the units i+1..j keeps the lane busy for
-    f(i, j) = overhead + price(C_j - C_i),
+    f(i, j) = cost(C_j - C_i),
 and the first j units are reduced, at best, at
     F(0) = 0,    F(j) = min over i < j of  max(F(i), r_j) + f(i, j),
 over those i that leave a message of one dtype and at most max_bytes. F(n) is the least finish time of all 2^(n-1)
@@ -27,10 +27,11 @@ from itertools import pairwise
 
 import numpy as np
 
+from commopt.cost.price_table import Floats
 from commopt.document import require_time, require_whole
 from commopt.errors import ConfigurationError
+from commopt.schedule.costs import Costs
 from commopt.schedule.plan import Plan, Unit
-from commopt.schedule.prices import Costs, Floats
 from commopt.schedule.simulation import simulate
 
 SPARE = 0.01
@@ -67,7 +68,6 @@ class _Groups:
         self._ready = np.maximum.accumulate([unit.ready_us for unit in units])
         self._bytes_before = np.cumsum([0, *(unit.nbytes for unit in units)], dtype=np.int64)
         self._table = costs.table(strategy)
-        self._overhead_us = costs.overhead_us
         self._first = [0]  # for every j (no group ends at 0) the least i of a group i+1..j
         run = 0
         for j, unit in enumerate(units, 1):
@@ -80,7 +80,7 @@ class _Groups:
     def _ends_at(self, finish: Floats, j: int) -> Floats:
         """Return when a group i+1..j is reduced, for i = first[j]..j-1, after prefixes that are at `finish`."""
         span = slice(self._first[j], j)
-        lane_us = self._table.times_us(self._bytes_before[j] - self._bytes_before[span]) + self._overhead_us
+        lane_us = self._table.times_us(self._bytes_before[j] - self._bytes_before[span])
         return np.asarray(np.maximum(finish[..., span], self._ready[j - 1]) + lane_us)
 
     def finish(self, most: int | None) -> Floats:

@@ -24,14 +24,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from commopt.aggregate.auto import LOCAL
+from commopt.aggregate.learning import LEARNED_LOCAL
 from commopt.feedback import falls_behind
 from commopt.schedule.candidates import LEAST_SHARE, Candidate, choose, pays
+from commopt.schedule.costs import Costs
 from commopt.schedule.decision import FIRST_WINDOW, WINDOW_STEPS, Decision, Outcome, Tuned, Window
-from commopt.schedule.learning import LEARNED_LOCAL
 from commopt.schedule.measurement import DRIFT, LEAST_GAIN, Measurement, ms
 from commopt.schedule.plan import Plan
 from commopt.schedule.planner import SPARE, best_plan
-from commopt.schedule.prices import CorrectedCosts, Costs
 
 SETTLING_STEPS = 2  # buffers and caches follow
 LEAST_STEPS = 4
@@ -90,6 +90,7 @@ class Search:
     """Plain computation, without clock, chance or communication: from measurements to decisions.
 
     candidates: the strategies to choose from; the first one needs no plan.
+    costs: of messages, as corrected so far; to be set anew when messages were timed again.
     max_bytes: of a message of several gradients.
     max_trials: of one search.
     allow: the families a user allowed, () where there is no strategy to choose.
@@ -113,7 +114,7 @@ class Search:
     ) -> None:
         self._candidates = {candidate.strategy: candidate for candidate in candidates}
         self._default = candidates[0]
-        self._corrected = CorrectedCosts(costs)
+        self.costs = costs
         self._max_bytes = max_bytes
         self._max_trials = max_trials
         self._allow = allow
@@ -133,15 +134,6 @@ class Search:
         self._distance = FIRST_DISTANCE_STEPS
         self._retry_steps = WINDOW_STEPS
 
-    @property
-    def costs(self) -> Costs:
-        """Costs as corrected so far."""
-        return self._corrected.costs
-
-    def reprice(self, costs: Costs) -> None:
-        """Go by new times of messages."""
-        self._corrected = CorrectedCosts(costs)
-
     def decide(self, measured: Measurement, step: int) -> Decision:
         """Decide after `step`, by the measurement of the window that ends with it."""
         if self._began is None:
@@ -151,7 +143,7 @@ class Search:
         enough = len(measured.step_us) >= LEAST_STEPS
         if self._comparison is not None:
             if enough:
-                self._corrected.learn(measured.plan.strategy, measured.message_nbytes, measured.lane_us)
+                self._learn(measured)
             self._comparison.end_trial(measured if enough and measured.plan is self._plan else None)
             return self._next(self._comparison, step)
         if not enough:  # measure again, each time twice as many steps later
@@ -162,8 +154,11 @@ class Search:
         self._retry_steps = WINDOW_STEPS
         if not self._why:
             return self._watch(measured, step)
-        self._corrected.learn(measured.plan.strategy, measured.message_nbytes, measured.lane_us)
+        self._learn(measured)
         return self._search(measured, step)
+
+    def _learn(self, measured: Measurement) -> None:
+        self.costs = self.costs.learned(measured.plan.strategy, measured.message_nbytes, measured.lane_us)
 
     # ------------------------------------------------------------------------------------- searching
 
@@ -272,7 +267,7 @@ class Search:
 
     def _watch(self, measured: Measurement, step: int) -> Decision:
         moved = "" if self._reference is None else measured.drift_from(self._reference, self.costs)
-        self._corrected.learn(measured.plan.strategy, measured.message_nbytes, measured.lane_us)
+        self._learn(measured)
         candidate = self._candidates.get(measured.plan.strategy)
         if self._reference is None:
             # The plan of an earlier tuning is new in this run: residuals have not reached their usual size yet.

@@ -14,7 +14,7 @@ from commopt.errors import ConfigurationError
 from commopt.schedule.plan import Prediction, Unit
 
 if TYPE_CHECKING:
-    from commopt.schedule.prices import Costs
+    from commopt.schedule.costs import Costs
 
 INSIDE = LocalSGD()
 """Stands for the averages of gradients inside the nodes, which are the same for every LocalSGD."""

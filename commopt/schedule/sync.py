@@ -16,8 +16,10 @@ from torch import Tensor
 
 from commopt.aggregate import Aggregator, Flat, Hierarchical, auto_of
 from commopt.compress import Candidates
+from commopt.cost import Links
 from commopt.feedback import ExactSample, Layout
 from commopt.groups import Team, broadcast_bytes
+from commopt.recording import GradientTimes, Recorder
 from commopt.schedule.calibration import (
     LARGEST_NBYTES,
     Points,
@@ -27,12 +29,11 @@ from commopt.schedule.calibration import (
     samples_of,
 )
 from commopt.schedule.candidates import Candidate, allowed_families, available, exact, local_messages, one_of_each
-from commopt.schedule.config import BucketConfig
+from commopt.schedule.costs import Costs
 from commopt.schedule.decision import Decision, Tuned, Window
-from commopt.schedule.measure import StepRecorder, StepTable, latest, own_times
+from commopt.schedule.measure import StepTable, latest, own_times
 from commopt.schedule.measurement import Measurement
 from commopt.schedule.plan import Plan, Unit
-from commopt.schedule.prices import Costs
 from commopt.schedule.search import Search
 
 _log = logging.getLogger("commopt")
@@ -44,11 +45,11 @@ _PLAIN = {repr(Flat()): "flat", repr(Hierarchical()): "hierarchical"}
 
 @dataclass(frozen=True)
 class SyncPoint:
-    """The facts at a synchronisation point, alike on all ranks, and the measurements of this one.
+    """The facts at a synchronisation point, alike on all ranks but for the values of samples and times.
 
-    coordinator: decides.
     step: the last one before it.
-    recorder: of this rank's times.
+    window: the steps that were measured, up to this one.
+    gradient_times: of this rank in them.
     strategy: the repr of the aggregator of the last step.
     gradients: the averages of the last step by bucket, with their layouts.
     settled: whether the last step had the buckets of the one before.
@@ -56,13 +57,12 @@ class SyncPoint:
     overhead_us: the cost of each bucket on the host.
     tuned: the result of tuning so far.
     exact_sample: how far compressed averages are behind exact ones; None where nobody compares.
-    looks: whether only the exact_sample is to be looked at.
     optimizer: as Tuned has it.
     """
 
-    coordinator: Coordinator
     step: int
-    recorder: StepRecorder
+    window: Window
+    gradient_times: GradientTimes | None
     strategy: str
     gradients: Sequence[tuple[Layout, Tensor]]
     settled: bool
@@ -70,13 +70,7 @@ class SyncPoint:
     overhead_us: float
     tuned: Tuned | None
     exact_sample: ExactSample | None = None
-    looks: bool = False
     optimizer: str = ""
-
-    @property
-    def title(self) -> str:
-        """Its name in an error message."""
-        return f"planning after step {self.step}"
 
     @cached_property
     def units(self) -> tuple[Unit, ...]:
@@ -109,10 +103,6 @@ class SyncPoint:
             nbytes[buffer.dtype] += buffer.nbytes
         return nbytes.most_common(1)[0][0]
 
-    def decide(self) -> None:
-        """Decide, on the lane: afterwards `coordinator.decision` is the same on every rank."""
-        self.coordinator.decide(self)
-
     def steps_behind(self) -> float | None:
         """Return how far compressed averages are behind exact ones; waits for the device."""
         return None if self.exact_sample is None else self.exact_sample.steps_behind()
@@ -126,13 +116,14 @@ class Coordinator:
     is_leader: whether this is rank 0.
     """
 
-    def __init__(self, team: Team, aggregator: Aggregator, config: BucketConfig) -> None:
+    def __init__(self, team: Team, aggregator: Aggregator, links: Links | None, recorder: Recorder) -> None:
         self.decision: Decision | None = None
         self.step = 0
         self.is_leader = team.rank == 0
         self._team = team
         self._strategies = available(aggregator, team)
-        self._links = config.links
+        self._links = links
+        self._recorder = recorder
         self._auto = auto_of(aggregator)
         self._exact = exact(aggregator, team)
         self._families = allowed_families(aggregator, team)
@@ -146,16 +137,21 @@ class Coordinator:
         """Forget measurements and decisions, but keep the times of messages."""
         self._search = None
 
+    def look(self, point: SyncPoint) -> None:
+        """Set `decision`, the same on every rank: whether to leave a strategy that falls behind exact averages."""
+        self.decision = self._from_leader(
+            point,
+            lambda point: None if self._search is None else self._search.look(point.steps_behind(), point.step),
+        )
+        if self.decision is not None:
+            self.step = point.step
+
     def decide(self, point: SyncPoint) -> None:
-        """Set `decision`, the same on every rank."""
-        if point.looks:
-            self.decision = self._from_leader(point, self._look)
-            if self.decision is not None:
-                self.step = point.step
-            return
-        steps = range(point.recorder.window.first_step, point.step + 1)
-        records = point.recorder.records() if point.settled else {}
-        own = own_times(records, point.recorder.ready_us(), steps, point.units, len(point.gradients))
+        """Set `decision`, the same on every rank, by the window that ends with the point."""
+        steps = range(point.window.first_step, point.step + 1)
+        records = {record.step: record for record in self._recorder.steps()} if point.settled else {}
+        ready_us = {} if point.gradient_times is None else point.gradient_times.times_us()
+        own = own_times(records, ready_us, steps, point.units, len(point.gradients))
         times = latest(self._team, own)
         retime, self._retime = self._retime, False
         self.step = point.step
@@ -178,9 +174,6 @@ class Coordinator:
             point, lambda point: self._search_on(point, aggregators, times, retimed=retimed)
         )
         self._retime = self.decision is not None and self.decision.retime
-
-    def _look(self, point: SyncPoint) -> Decision | None:
-        return None if self._search is None else self._search.look(point.steps_behind(), point.step)
 
     def _from_leader(self, point: SyncPoint, decide: Callable[[SyncPoint], Decision | None]) -> Decision | None:
         """Return rank 0's decision on every rank."""
@@ -232,7 +225,7 @@ class Coordinator:
         if self._search is None:
             self._search = self._new_search(point, self._costs(point, aggregators))
         elif retimed:
-            self._search.reprice(self._costs(point, aggregators))
+            self._search.costs = self._costs(point, aggregators)
         measured = replace(measured, steps_behind=point.steps_behind(), movable=point.movable)
         return self._search.decide(measured, point.step)
 

@@ -19,13 +19,13 @@ from commopt import lanes
 from commopt.aggregate import Aggregator
 from commopt.aggregate.base import call
 from commopt.attached.checks import warn_of_unknown_scaler
+from commopt.attached.layouts import Layouts
 from commopt.attached.options import AttachOptions
 from commopt.attached.registration import Registration
 from commopt.errors import ConfigurationError, MismatchError, TransportError
 from commopt.feedback import Layout, ResidualStore
 from commopt.lanes import LaneClient
 from commopt.recording import MessageRecorder
-from commopt.schedule import Layouts
 from commopt.sharded.layouts import numels_of
 from commopt.sharded.seams import ParameterGroup, watch_backwards
 

@@ -14,13 +14,13 @@ from typing import Literal, NamedTuple
 import torch
 
 from commopt.aggregate import Aggregator, LocalSGD
-from commopt.cost import Cost, Links, Pricing
+from commopt.cost import Cost, Links, PriceTable, Pricing
 from commopt.document import require_time
 from commopt.errors import ConfigurationError
 from commopt.feedback import Layout
 from commopt.feedback.parameter_buckets import fragments_of, parameter_buckets
 from commopt.groups import TeamShape
-from commopt.schedule import SPARE, Costs, PriceTable, Unit, best_plan
+from commopt.schedule import SPARE, Costs, Unit, best_plan
 from commopt.schedule.simulation import finish_times_us, largest_sum, mean_step_us
 from commopt.simulate.workload import Workload, dtype_named
 

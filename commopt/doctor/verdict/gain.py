@@ -9,6 +9,7 @@ from math import ceil, isqrt
 import torch
 
 from commopt.aggregate import Aggregator, Buffer, Call, LocalSGD
+from commopt.aggregate.learning import LEARNED_LOCAL, steps_to_loss
 from commopt.cost import Links, WorkKey
 from commopt.doctor.verdict.facts import Gain, Training
 from commopt.doctor.verdict.measure import Found
@@ -17,7 +18,6 @@ from commopt.feedback import Layout
 from commopt.groups import TeamShape
 from commopt.hooks import build_preset
 from commopt.probe.operations import TimedWork, known_compressors, work_of
-from commopt.schedule.learning import LEARNED_LOCAL, steps_to_loss
 from commopt.simulate import GPUS, GpuSpec, Model, Parameter, Stragglers, Workload, model, of_model, simulate_step
 from commopt.simulate.cluster import gpu_work
 from commopt.simulate.scaling import LOSSLESS, LOSSY

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
+from commopt.aggregate.learning import MOST_STEPS
 from commopt.display import significant
 from commopt.doctor.verdict.facts import Gain, InterfaceRates, Level, Measurements, Training, median_of_others
 from commopt.doctor.verdict.wires import CONNECTIONS
-from commopt.schedule.learning import MOST_STEPS
 
 AS_IT_SHOULD_BE, SLOWER, NOT_MEASURED = 0, 1, 2
 """Exit statuses."""

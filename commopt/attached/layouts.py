@@ -51,11 +51,6 @@ class Layouts:
                     self._name(parameter, name)
                 self._called[name] = self._called[full_name] = self._names.get(id(parameter))
 
-    @property
-    def whole(self) -> Layout:
-        """All parameters known by now, as if they were one bucket."""
-        return Layout.of_parameters([(name, _stored_shape(parameter)) for name, parameter in self.parameters.items()])
-
     def of(self, bucket: dist.GradBucket) -> Layout:
         """Return the layout of `bucket`."""
         parameters = bucket.parameters()
@@ -116,8 +111,7 @@ class Layouts:
         for parameter in parameters:
             if id(parameter) not in self._names:
                 self._name(parameter, f"parameter {next(self._numbers)}")
-        shapes = [(self._names[id(parameter)], _stored_shape(parameter)) for parameter in parameters]
-        layout = Layout.of_parameters(shapes)
+        layout = Layout.of_gradients({self._names[id(parameter)]: parameter for parameter in parameters})
         if layout.numel != bucket.buffer().numel():
             raise CommoptError(
                 f"DDP's bucket {bucket.index()} holds {bucket.buffer().numel()} elements, its parameters "
@@ -141,13 +135,6 @@ def _ignored_by_ddp(module: nn.Module) -> set[Tensor]:
         for name, parameter in owner.named_parameters(recurse=False)
         if f"{prefix}.{name}" in names
     }
-
-
-def _stored_shape(parameter: Tensor) -> tuple[int, ...]:
-    """Return the shape in the order of the strides, which is how DDP lays out a gradient that is dense in memory."""
-    strides = parameter.stride()
-    order = sorted(range(parameter.dim()), key=lambda dim: strides[dim], reverse=True)
-    return tuple(parameter.shape[dim] for dim in order)
 
 
 def require_same_parameters(saved: Mapping[str, int], current: Mapping[str, int]) -> None:
