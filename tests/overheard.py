@@ -19,15 +19,15 @@ PRIMITIVES = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather
 def overheard(listen: Callable[[Team, str, int, list[int]], None]) -> Iterator[None]:
     """Tell `listen` of each: its team, its name, the bytes of what it reads (its last tensor), and its root, if any."""
     with ExitStack() as stack:
-        for primitive in PRIMITIVES:
-            original = getattr(Team, primitive)
+        for method in (*PRIMITIVES, "start_all_reduce"):
+            primitive, original = method.removeprefix("start_"), getattr(Team, method)
 
-            def spy(team: Team, *arguments: Any, _what: str = primitive, _do: Any = original, **named: Any) -> None:
+            def spy(team: Team, *arguments: Any, _what: str = primitive, _do: Any = original, **named: Any) -> Any:
                 tensors = [each for each in arguments if isinstance(each, Tensor)]
                 roots = [each for each in arguments if not isinstance(each, Tensor)]
                 roots += [value for name, value in named.items() if name in ("src", "dst")]
                 listen(team, _what, tensors[-1].nbytes, roots)
-                _do(team, *arguments, **named)
+                return _do(team, *arguments, **named)
 
-            stack.enter_context(patch.object(Team, primitive, spy))
+            stack.enter_context(patch.object(Team, method, spy))
         yield

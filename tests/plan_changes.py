@@ -61,6 +61,7 @@ def changing(kind: Any = Changing) -> Iterator[None]:
     """Let `kind` decide on rank 0, in registrations made meanwhile."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sync, "Search", kind)
+        patch.setattr(controller, "FIRST_LOOK", kind.first)
         patch.setattr(controller, "FIRST_WINDOW", kind.first)
         yield
 

@@ -55,6 +55,7 @@ class Cycling:
 def cycling() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sync, "Search", Cycling)
+        patch.setattr(controller, "FIRST_LOOK", Cycling.first)
         patch.setattr(controller, "FIRST_WINDOW", Cycling.first)
         yield
 

@@ -27,7 +27,7 @@ from commopt.recording import GradientTimes, Recorder
 from commopt.schedule import reducer
 from commopt.schedule.candidates import available, local_messages
 from commopt.schedule.config import makes_plans, require_fit, require_strategy
-from commopt.schedule.decision import FIRST_WINDOW, Decision, Tuned, Window
+from commopt.schedule.decision import FIRST_LOOK, FIRST_WINDOW, Decision, Tuned, Window
 from commopt.schedule.plan import Plan
 
 if TYPE_CHECKING:
@@ -135,14 +135,14 @@ class Controller:
         if aggregator.tunes and plan == "ddp":
             how = "flat does" if tuned is None else "tuned= says, and nobody watches"
             _log.warning("auto does not tune with plan='ddp': gradients are averaged as %s; leave plan= out", how)
-        self._measure_anew(0)
-        if isinstance(plan, Plan):
-            self.follow(plan)
         if tuned is not None:
             require_fit(tuned, aggregator, team)
             self.tuned = tuned
-            if tuned.plan is not None:
-                self.follow(tuned.plan)
+        self._measure_anew(0)
+        if isinstance(plan, Plan):
+            self.follow(plan)
+        if tuned is not None and tuned.plan is not None:
+            self.follow(tuned.plan)
 
     def _begin_planning(self, team: Team, links: Links | None) -> None:
         # Loaded here: most trainings leave DDP's buckets alone.
@@ -182,7 +182,6 @@ class Controller:
         self._settled = False
         if buckets:
             self._of_ddp.wanted = [_names(bucket) for bucket in buckets]
-        self._measure_anew(step)
         if self.phase in _PLANNING:
             self.phase = Phase.WAITING
         if self._coordinator is not None:
@@ -201,6 +200,7 @@ class Controller:
                 except ConfigurationError as error:  # residuals are what a checkpoint is for; a plan can be made again
                     self.tuned = None
                     _log.warning("the plan of the checkpoint is not followed: %s", error)
+        self._measure_anew(step)
 
     def _measure_anew(self, step: int) -> None:
         """Forget all measurements; the next window is the first one from `step` on."""
@@ -211,7 +211,9 @@ class Controller:
     def _first_window(self, step: int) -> Window:
         """Return the first window from `step` on: not before warm-up is over, while messages are different."""
         begin = max(step, self._requested.start_step)
-        return Window(begin + FIRST_WINDOW.first_step, begin + FIRST_WINDOW.last_step)
+        looks = self._requested.tunes and not self._requested.lossless and self.tuned is None
+        first = FIRST_LOOK if looks else FIRST_WINDOW
+        return Window(begin + first.first_step, begin + first.last_step)
 
     def give_up(self, reason: str) -> None:
         """Make no more plans; the plan that is followed stays, also if a change was decided on meanwhile.

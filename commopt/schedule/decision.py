@@ -39,6 +39,11 @@ class Window:
         """Return the window of usual length that ends with a step."""
         return cls(last_step - WINDOW_STEPS + 1, last_step)
 
+    @property
+    def steps(self) -> int:
+        """The number of its steps."""
+        return self.last_step - self.first_step + 1
+
     def ends_with(self, step: int) -> bool:
         """Return whether the window is over when `step` is done."""
         return step >= self.last_step
@@ -46,6 +51,7 @@ class Window:
 
 WINDOW_STEPS = 7
 FIRST_WINDOW = Window(3, 3 + WINDOW_STEPS - 1)  # DDP makes its buckets anew after the first step
+FIRST_LOOK = Window(1, 2)  # before it, where compression may save so much that two steps show it
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from commopt.aggregate.learning import LEARNED_LOCAL
 from commopt.feedback import falls_behind
 from commopt.schedule.candidates import LEAST_SHARE, Candidate, choose, pays
 from commopt.schedule.costs import Costs
-from commopt.schedule.decision import FIRST_WINDOW, WINDOW_STEPS, Decision, Outcome, Tuned, Window
+from commopt.schedule.decision import FIRST_LOOK, FIRST_WINDOW, WINDOW_STEPS, Decision, Outcome, Tuned, Window
 from commopt.schedule.measurement import DRIFT, LEAST_GAIN, Measurement, ms
 from commopt.schedule.plan import Plan
 from commopt.schedule.planner import SPARE, best_plan
@@ -39,6 +39,7 @@ FIRST_DISTANCE_STEPS = 50
 LARGEST_DISTANCE_STEPS = 800
 _HOPELESS = 1.05  # a strategy that is expected to take so much longer than the best is not tried
 _CLEAR = 0.75  # of the step before: with a smaller gain the plan before is measured twice
+_FIRST = "first plan"
 _STOCK = "no strategy beats stock DDP here; detach the hook"
 
 
@@ -70,9 +71,14 @@ class _Comparison:
         return any(each.planned.contents == plan.contents for each in self.tried)
 
     def to_confirm(self) -> Candidate | None:
-        """Return the candidate that ran before, once, if the one to be chosen gains little."""
+        """Return the candidate that ran before, once, if the one to be chosen gains little.
+
+        After a first look also if nothing is to be chosen: two steps are too few to say so.
+        """
         best, clear_us = self.fastest, _CLEAR * self.base.step.value
-        if self._confirmed or not pays(self.before, best, errors=0) or best.result.step.value <= clear_us:
+        if self._confirmed or best.result.step.value <= clear_us:
+            return None
+        if len(self.base.step_us) >= LEAST_STEPS and not pays(self.before, best, errors=0):
             return None
         self._confirmed = True
         return self.before
@@ -82,7 +88,8 @@ class _Comparison:
         if self.running is not self.before:
             self.tried.append(replace(self.running, measured=measured))
         elif measured is not None:  # the candidate before, once more
-            self.base = replace(measured, earlier=self.base)
+            few = len(self.base.step_us) < LEAST_STEPS
+            self.base = measured if few else replace(measured, earlier=self.base)
             self.before = self.tried[0] = replace(self.before, measured=self.base)
 
 
@@ -124,7 +131,8 @@ class Search:
         self._stock = stock
         self._plan = None if adopted is None else adopted.plan
         self._began: int | None = None
-        self._why = "" if adopted else "first plan"  # the reason for the next search
+        self._why = "" if adopted else _FIRST  # the reason for the next search
+        self._looked = False  # whether the first look is over
         self._comparison: _Comparison | None = None  # of the search under way
         self._reference: Measurement | None = None
         self._doubt = ""  # a reason to search again although nothing moved
@@ -146,6 +154,8 @@ class Search:
                 self._learn(measured)
             self._comparison.end_trial(measured if enough and measured.plan is self._plan else None)
             return self._next(self._comparison, step)
+        if (decision := self._at_a_look(measured, step)) is not None:
+            return decision
         if not enough:  # measure again, each time twice as many steps later
             window = Window.ending_with(step + self._retry_steps)
             self._retry_steps = min(2 * self._retry_steps, LARGEST_DISTANCE_STEPS)
@@ -157,17 +167,38 @@ class Search:
         self._learn(measured)
         return self._search(measured, step)
 
+    def _at_a_look(self, measured: Measurement, step: int) -> Decision | None:
+        """Return the decision by the two steps of a first look, None if this is none.
+
+        Messages were timed in a hurry. So a search begins with what is expected to save much; what might save less
+        waits for a window of the usual length.
+        """
+        if len(measured.step_us) != FIRST_LOOK.steps or self._why != _FIRST or not self._allow or self._looked:
+            return None
+        self._looked, before = True, self.costs
+        self._learn(measured)
+        untried = self._untried(self._compared_with(measured))
+        expected = [each.steps * each.expected_us[0] for each in untried if each.expected_us is not None]
+        if min(expected, default=measured.step.value) <= _CLEAR * measured.step.value:
+            return self._search(measured, step)
+        self.costs = before
+        reason = f"{_FIRST}: nothing is expected to save a quarter of a step; measuring longer"
+        return Decision(None, Window(step + 1, step + WINDOW_STEPS), reason, retime=True)
+
     def _learn(self, measured: Measurement) -> None:
         self.costs = self.costs.learned(measured.plan.strategy, measured.message_nbytes, measured.lane_us)
 
     # ------------------------------------------------------------------------------------- searching
 
     def _search(self, measured: Measurement, step: int) -> Decision:
-        candidate = self._candidates.get(measured.plan.strategy, self._default)
-        why, self._why = self._why, ""
-        name = f"{candidate.name} as {'found' if self._plan is None else 'before'}"
-        self._comparison = _Comparison(why, replace(candidate, name=name, plan=measured.plan, measured=measured))
+        self._comparison, self._why = self._compared_with(measured), ""
         return self._next(self._comparison, step)
+
+    def _compared_with(self, measured: Measurement) -> _Comparison:
+        """Return the comparison of a new search with what ran before it."""
+        candidate = self._candidates.get(measured.plan.strategy, self._default)
+        name = f"{candidate.name} as {'found' if self._plan is None else 'before'}"
+        return _Comparison(self._why, replace(candidate, name=name, plan=measured.plan, measured=measured))
 
     def _next(self, search: _Comparison, step: int) -> Decision:
         """Try the most promising candidate, or end the search."""

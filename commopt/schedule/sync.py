@@ -30,7 +30,7 @@ from commopt.schedule.calibration import (
 )
 from commopt.schedule.candidates import Candidate, allowed_families, available, exact, local_messages, one_of_each
 from commopt.schedule.costs import Costs
-from commopt.schedule.decision import Decision, Tuned, Window
+from commopt.schedule.decision import WINDOW_STEPS, Decision, Tuned, Window
 from commopt.schedule.measure import StepTable, latest, own_times
 from commopt.schedule.measurement import Measurement
 from commopt.schedule.plan import Plan, Unit
@@ -40,6 +40,7 @@ _log = logging.getLogger("commopt")
 
 _NOTICED_S = 3.0  # a training that stands still for so long looks like one that hangs
 _BUDGET_OF_EACH_S = 1.0
+_BUDGET_AT_A_LOOK_S = 0.25  # of each
 _PLAIN = {repr(Flat()): "flat", repr(Hierarchical()): "hierarchical"}
 
 
@@ -247,7 +248,8 @@ class Coordinator:
 
     def _time_messages(self, point: SyncPoint, aggregators: Mapping[str, Aggregator]) -> dict[str, Points]:
         samples = samples_of(point.whole, point.dtype.itemsize)
-        budget_s = len(aggregators) * _BUDGET_OF_EACH_S
+        looks = point.window.steps < WINDOW_STEPS
+        budget_s = len(aggregators) * (_BUDGET_AT_A_LOOK_S if looks else _BUDGET_OF_EACH_S)
         if self.is_leader:
             # Without logging set up only warnings are seen, and nobody looks for the cause of a short wait.
             level = logging.WARNING if budget_s >= _NOTICED_S else logging.INFO
