@@ -94,6 +94,7 @@ class Machine:
     found_first_cap_bytes: int = 2**20
     steps_lost: int = 0  # of each window
     movable: bool = True
+    first: Window = FIRST_WINDOW
     allow: tuple[str, ...] = ()
     adopted: Tuned | None = None
     stock: bool = True
@@ -104,7 +105,7 @@ class Machine:
         self.search = self.begin()
         self.found = Plan(self.ddp_groups(), "flat", "found")
         self.plan = self.found if self.adopted is None or self.adopted.plan is None else self.adopted.plan
-        self.window: Window = FIRST_WINDOW
+        self.window: Window = self.first
         self.log: list[tuple[int, Decision]] = []
 
     def begin(self) -> Search:

@@ -16,6 +16,7 @@ from commopt import Auto, ConfigurationError, Hierarchical
 from commopt.aggregate.learning import LEARNED_LOCAL
 from commopt.schedule import Costs, Decision, Measurement, Outcome, Plan, Tuned, best_plan, explain
 from commopt.schedule.candidates import Candidate, choose
+from commopt.schedule.decision import FIRST_LOOK, FIRST_WINDOW, WINDOW_STEPS
 from commopt.schedule.search import Search
 from commopt.schedule.simulation import INSIDE
 from tests.search_machine import (
@@ -185,6 +186,51 @@ def test_finds_the_compression_that_pays_within_sixty_steps() -> None:
     assert machine.tuned.name == "quantized in planned buckets"
     assert machine.plan.strategy == "quantized"
     assert machine.step_us(machine.plan, 300) <= 1.05 * machine.best_us(300)
+
+
+def test_compresses_from_the_third_step_on_where_that_saves_much() -> None:
+    machine = TunedMachine(noise=0.01, first=FIRST_LOOK).run(300)
+    assert machine.changes[0] == FIRST_LOOK.last_step
+    first = machine.log[0][1].plan
+    assert first is not None
+    assert first.strategy == "quantized"
+    later = TunedMachine(noise=0.01).run(300)
+    assert machine.tuned.name == later.tuned.name
+    assert machine.tuned_after <= later.tuned_after
+
+
+def test_measures_longer_where_a_look_shows_nothing_that_saves_much() -> None:
+    looks, does_not = (TunedMachine(costs=FAST, noise=0.01, first=each).run(400) for each in (FIRST_LOOK, FIRST_WINDOW))
+    decision = looks.log[0][1]
+    assert decision.plan is None
+    assert decision.retime
+    assert (decision.window.first_step, decision.window.steps) == (FIRST_LOOK.last_step + 1, WINDOW_STEPS)
+    assert looks.changes == does_not.changes == []
+    assert looks.tuned.name == does_not.tuned.name == "flat as found"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_two_steps_that_were_slow_by_chance_make_nothing_worse(seed: int) -> None:
+    """Two steps of a hundred are twice as long, and a strategy seems to save what it does not."""
+    machine = TunedMachine(noise=0.3, seed=seed, costs=FAST, first=FIRST_LOOK)
+    hiccup = Truth(backward=2.5)
+    machine.truth = lambda step: hiccup if step <= FIRST_LOOK.last_step else Truth()
+    machine.run(300)
+    machine.noise = 0.0
+    machine.run(3000)
+    assert machine.step_us(machine.plan, 3000) <= 1.02 * machine.step_us(machine.found, 3000)
+
+
+def test_nothing_beats_stock_ddp_is_not_said_after_two_steps() -> None:
+    """The one candidate seems to save much, and turns out to be slow."""
+    slow = Truth(transfers={"quantized": 20.0})
+    candidates = (EXACT[0], LOSSY[0])
+    machine = TunedMachine(truth=lambda _: slow, candidates=candidates, first=FIRST_LOOK, movable=False).run(40)
+    assert machine.changes[0] == FIRST_LOOK.last_step
+    assert machine.tuned.name == "flat as found"
+    used = machine.tuned.used
+    assert used.step_us == pytest.approx(machine.step_us(machine.found, 40))
+    assert any("measuring once more flat as found" in reason for reason in machine.reasons)
 
 
 @pytest.mark.parametrize("slower", [0.2, 2.0], ids=["better than before", "worse than before"])
