@@ -200,55 +200,55 @@ class Search:
         name = f"{candidate.name} as {'found' if self._plan is None else 'before'}"
         return _Comparison(self._why, replace(candidate, name=name, plan=measured.plan, measured=measured))
 
-    def _next(self, search: _Comparison, step: int) -> Decision:
-        """Try the most promising candidate, or end the search."""
-        last = search.tried[-1]
-        hopeful = [each for each in self._untried(search) if self._is_hopeful(search, each)]
-        if hopeful and len(search.tried) <= self._max_trials:
+    def _next(self, comparison: _Comparison, step: int) -> Decision:
+        """Try the most promising candidate, or end the comparison."""
+        last = comparison.tried[-1]
+        hopeful = [each for each in self._untried(comparison) if self._is_hopeful(comparison, each)]
+        if hopeful and len(comparison.tried) <= self._max_trials:
             trial = min(hopeful, key=lambda each: each.steps * (each.expected_us or (0.0,))[0])
-        elif (before := search.to_confirm()) is not None:
+        elif (before := comparison.to_confirm()) is not None:
             trial = before
         else:
-            return self._conclude(search, step, all_tried=not hopeful)
-        search.running = trial
+            return self._conclude(comparison, step, all_tried=not hopeful)
+        comparison.running = trial
         self._plan = trial.planned
-        step_us, exposed_us = trial.expected_us or (search.base.step.value, search.base.exposed.value)
+        step_us, exposed_us = trial.expected_us or (comparison.base.step.value, comparison.base.exposed.value)
         verb = "trying" if trial.measured is None else "measuring once more"
         expected = f"a step of {ms(step_us)} expected, {ms(exposed_us)} of it exposed"
         begin = step + 1 + SETTLING_STEPS
         window = Window(begin, begin + WINDOW_STEPS - 1)
-        return Decision(self._plan, window, f"{search.why}: {verb} {trial}, {expected}; {last.words}")
+        return Decision(self._plan, window, f"{comparison.why}: {verb} {trial}, {expected}; {last.words}")
 
-    def _untried(self, search: _Comparison) -> Iterator[Candidate]:
+    def _untried(self, comparison: _Comparison) -> Iterator[Candidate]:
         """Yield the next plan of each strategy, by all that was learned so far, no two alike."""
-        reference = search.fastest.result
-        found = search.before.planned.groups
+        reference = comparison.fastest.result
+        found = comparison.before.planned.groups
         for candidate in self._candidates.values():
             if candidate.strategy in self._refused or candidate.strategy not in self.costs.prices:
                 continue
             plan, name = Plan(found, candidate.strategy, "measured"), candidate.name
-            tried = [each.planned for each in search.tried if each.strategy == candidate.strategy]
+            tried = [each.planned for each in comparison.tried if each.strategy == candidate.strategy]
             if reference.movable and (tried or not self._allow):
                 plan = best_plan(reference.units, self.costs.only([candidate.strategy]), self._max_bytes, SPARE)
                 again = sum(each.groups != found for each in tried)
                 name += " in planned buckets" + (f", refined {again}" if again else "")
-            if not search.has_tried(plan):
+            if not comparison.has_tried(plan):
                 yield replace(candidate, name=name, plan=plan, expected_us=reference.expected_of(plan, self.costs))
 
-    def _is_hopeful(self, search: _Comparison, candidate: Candidate) -> bool:
+    def _is_hopeful(self, comparison: _Comparison, candidate: Candidate) -> bool:
         """Return whether a plan is expected to save enough, or to show how a strategy of `auto` does."""
         assert candidate.expected_us is not None  # it was predicted
         step_us, exposed_us = candidate.expected_us
-        known = candidate.strategy in [each.strategy for each in search.tried]
+        known = candidate.strategy in [each.strategy for each in comparison.tried]
         most = 1 - LEAST_GAIN if known or not self._allow else _HOPELESS
-        saves = exposed_us < (1 - LEAST_SHARE) * search.base.exposed.value or search.before.lossy
-        return saves and candidate.steps * step_us <= most * search.fastest.to_loss.value
+        saves = exposed_us < (1 - LEAST_SHARE) * comparison.base.exposed.value or comparison.before.lossy
+        return saves and candidate.steps * step_us <= most * comparison.fastest.to_loss.value
 
-    def _conclude(self, search: _Comparison, step: int, *, all_tried: bool) -> Decision:
-        """End the search. all_tried: whether no hopeful candidate is left."""
-        best = choose(search.tried)
-        others = [each for each in search.tried[1:] if each.measured is not None]
-        seems_better = best is search.before and any(pays(search.before, each, errors=0) for each in others)
+    def _conclude(self, comparison: _Comparison, step: int, *, all_tried: bool) -> Decision:
+        """End the comparison. all_tried: whether no hopeful candidate is left."""
+        best = choose(comparison.tried)
+        others = [each for each in comparison.tried[1:] if each.measured is not None]
+        seems_better = best is comparison.before and any(pays(comparison.before, each, errors=0) for each in others)
         self._doubt = "a gain was within the noise" if seems_better else ""
         self._reference = best.result
         self._comparison = None
@@ -260,37 +260,37 @@ class Search:
         found = best.planned.origin == "found"
         as_found = bool(self._allow) and found and best.planned.strategy == self._default.strategy
         warning = ""
-        if best is search.before:
+        if best is comparison.before:
             gain = f"{LEAST_SHARE:.0%} of the exposed communication" if others else f"{LEAST_GAIN:.0%} of a step"
-            reason = f"{search.why}: {best}, as before: nothing {'tried' if others else 'else'} saves {gain}"
+            reason = f"{comparison.why}: {best}, as before: nothing {'tried' if others else 'else'} saves {gain}"
             if as_found and self._stock and all_tried and not seems_better and not self._warned:
                 warning, self._warned = f"{_STOCK} ({best.words})", True
         else:
-            reason = f"{search.why}: {best}: {search.before.words} -> {best.words}"
+            reason = f"{comparison.why}: {best}: {comparison.before.words} -> {best.words}"
         if self._allow:
             self._tuned = Tuned(
                 name=best.name,
                 allow=self._allow,
                 nodes=self._nodes,
                 steps=step + 1 - (self._began or 0),
-                considered=self._considered(search),
+                considered=self._considered(comparison),
                 plan=None if as_found else self._plan,
                 reason=reason,
                 optimizer=self._optimizer,
             )
         decision = replace(self._later(step, reason), tuned=self._tuned, warning=warning)
-        if best.planned.contents == search.running.planned.contents:
+        if best.planned.contents == comparison.running.planned.contents:
             return replace(decision, predicted=predicted)
         return replace(decision, plan=self._plan)
 
-    def _considered(self, search: _Comparison) -> tuple[Outcome, ...]:
+    def _considered(self, comparison: _Comparison) -> tuple[Outcome, ...]:
         """Return the outcomes of all candidates, tried or not, and what to expect of local SGD."""
-        found = [each.outcome(search.base, self.costs) for each in [*search.tried, *self._untried(search)]]
+        found = [each.outcome(comparison.base, self.costs) for each in [*comparison.tried, *self._untried(comparison)]]
         if LOCAL in self._allow and len(self._nodes) > 1:
             for average, learned in LEARNED_LOCAL.items():
                 steps = learned.with_optimizer(self._optimizer)
                 if steps is not None:
-                    expected_us = search.base.expected_of_local_sgd(average, self.costs)
+                    expected_us = comparison.base.expected_of_local_sgd(average, self.costs)
                     found.append(Outcome(learned.preset, repr(average), 0.0, *expected_us, steps=steps))
         return tuple(found)
 
