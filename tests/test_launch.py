@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -38,6 +40,35 @@ def test_the_schemas_of_kubernetes_accept_its_file() -> None:
         schemas.validate(each, "1.31", strict=True)
         with pytest.raises(schemas.ValidationError, match="complitions"):
             schemas.validate({**each, "spec": {**each["spec"], "complitions": 4}}, "1.31", strict=True)
+
+
+def test_the_models_of_kubeflow_know_every_field_of_its_file() -> None:
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason="needs pip install kubeflow-trainer-api")
+    import yaml
+
+    document = yaml.safe_load((JOBS / "kubeflow.yaml").read_text())
+    assert models.TrainerV1alpha1TrainJob.from_dict(document).to_dict() == document
+    document["spec"]["trainer"]["numNode"] = 4
+    assert models.TrainerV1alpha1TrainJob.from_dict(document).to_dict() != document, "fields may have any name"
+
+
+def test_the_file_of_skypilot_starts_torchrun_with_this_node_and_the_first_address(tmp_path: Path) -> None:
+    yaml = pytest.importorskip("yaml", reason="needs pip install pyyaml")
+    task = yaml.safe_load((JOBS / "skypilot.yaml").read_text())
+    torchrun = tmp_path / "torchrun"
+    torchrun.write_text('#!/bin/sh\necho "$@"\n')
+    torchrun.chmod(0o755)
+    told = {"NUM_NODES": "4", "NUM_GPUS_PER_NODE": "8", "NODE_RANK": "2", "NODE_IPS": "10.0.0.7\n10.0.0.8\n10.0.0.9"}
+    environ = {f"SKYPILOT_{name}": value for name, value in told.items()}
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    command = ["bash", "-c", task["run"]]
+    done = subprocess.run(command, capture_output=True, text=True, env={**environ, "PATH": path}, check=True)
+    assert done.stdout == (
+        "--nnodes 4 --nproc-per-node 8 --node-rank 2 --master-addr 10.0.0.7 --master-port 29500 "
+        "-m commopt run --strategy hierarchical_bf16 --report train.py\n"
+    )
+    assert task["num_nodes"] == 4
+    assert task["resources"]["accelerators"].endswith(f":{told['NUM_GPUS_PER_NODE']}")
 
 
 @pytest.fixture(scope="module")
