@@ -28,6 +28,9 @@ from commopt.schedule import require_same_parameters
 
 _log = logging.getLogger("commopt")
 
+_NAMES_SHOWN = 3
+_UNKNOWN = "unknown, as replicas were never compared (check_every)"
+
 
 @dataclass(frozen=True)
 class Survivors:
@@ -213,28 +216,21 @@ class _Exchange:
 def _tell(before: Registration, survivors: Survivors, names: Sequence[str], lost: Sequence[str]) -> None:
     """Say who is gone, and what with them."""
     membership, gone = before.everyone, survivors.lost
-    left = f"{len(survivors.steps)} of {membership.team.size} ranks go on after step {survivors.step}"
-    if not gone:
-        _log.warning("%s: nobody is gone, and nothing is lost", left)
-        return
     node_of = dict(zip(membership.ranks, membership.team.wire.nodes, strict=True))
-    who = f"rank {', '.join(f'{rank} (node {node_of[rank]})' for rank in gone)}"
-    if not names:
-        what = "no residuals were kept, so nothing is lost"
+    without = ", ".join(f"rank {rank} (node {node_of[rank]})" for rank in gone) or "losing a rank"
+    norms = dict(zip(membership.ranks, survivors.norms, strict=False))
+    known = ", ".join(f"{norms[rank]:.3g} (rank {rank})" for rank in gone if rank in norms)
+    shown = ", ".join(map(repr, names[:_NAMES_SHOWN])) + (", ..." if len(names) > _NAMES_SHOWN else "")
+    if not (gone and names):
+        what = "nothing is lost" if not gone else "no residuals were kept, so nothing is lost"
     else:
-        norms = dict(zip(membership.ranks, survivors.norms, strict=False))
-        known = ", ".join(f"{norms[rank]:.3g} of rank {rank}" for rank in gone if rank in norms)
         when = f"{known} after {survivors.norms_after} steps, when last compared" if known else _UNKNOWN
-        shown = ", ".join(map(repr, names[:_NAMES_SHOWN])) + (", ..." if len(names) > _NAMES_SHOWN else "")
         what = (
-            f"what they had not sent yet is lost, and nothing else: residuals of up to {len(names)} parameters "
+            f"lost is what was not sent there yet, and nothing else: residuals of up to {len(names)} parameters "
             f"({shown}), of norm {when}"
         )
     if lost:
         more = f" and {len(lost) - _NAMES_SHOWN} more" if len(lost) > _NAMES_SHOWN else ""
-        what += f". Nobody else had {', '.join(lost[:_NAMES_SHOWN])}{more}: these averages begin anew"
-    _log.warning("%s: %s is gone; %s", left, who, what)
-
-
-_NAMES_SHOWN = 3
-_UNKNOWN = "unknown, as replicas were never compared (check_every)"
+        what += f". No survivor had {', '.join(lost[:_NAMES_SHOWN])}{more}: these averages begin anew"
+    left = f"{len(survivors.steps)} of {membership.team.size} ranks go on after step {survivors.step}"
+    _log.warning("%s, without %s; %s", left, without, what)
