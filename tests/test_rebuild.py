@@ -277,22 +277,21 @@ def test_the_loss_is_that_of_a_run_that_began_with_three(choice: str, tmp_path: 
 
 @dataclass(frozen=True)
 class Uneven(Aggregator):
-    """Averages, and once `armed` loses a rank in the last bucket, behind which some ranks see an error and others none.
+    """Averages, and loses a rank in bucket `loses_in`, after which some ranks see an error and others none.
 
     victim: is killed. behind: sees the error.
     """
 
     victim: int
     behind: int
-    last_numel: int
     inner: Aggregator
 
-    armed = False  # of this process, hence no field
+    loses_in = -1  # of this process, hence no field
 
     def all_reduce(self, buffer: Tensor, team: Any, scale: float, context: BufferContext) -> None:
         self.inner.all_reduce(buffer, team, scale, context)
-        if Uneven.armed and buffer.numel() == self.last_numel:
-            Uneven.armed = False
+        if context.number == Uneven.loses_in:
+            Uneven.loses_in = -1
             team.all_reduce(torch.zeros(1))  # all have the bucket
             if dist.get_rank() == self.victim:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -310,12 +309,11 @@ class Uneven(Aggregator):
 def lose_at_the_end_of_a_step(rank: int, world_size: int, folder: str, behind: int) -> dict[str, Any]:
     heard, module = Heard(), seeded(Tower)
     ddp = TorchDDP(module, **SMALL_BUCKET)
-    numel = module.layers[0].weight.numel() + WIDTH  # of the last bucket
-    choice = Uneven(3, behind, numel, Compressed(Quantize(4, 64)))
+    choice = Uneven(3, behind, Compressed(Quantize(4, 64)))
     state: commopt.CommState = commopt.attach(ddp, choice, timeout=30)
     optimizer = torch.optim.AdamW(module.parameters(), 0.01)
     train(ddp, optimizer, rank, 0, FAILS_AT)
-    Uneven.armed = True
+    Uneven.loses_in = len(state.state_dict()["buckets"]) - 1
     error = error_of_training(ddp, optimizer, rank, FAILS_AT)
     made = int(next(iter(optimizer.state.values()))["step"])
     init_anew(folder, rank, range(3))
