@@ -82,11 +82,11 @@ class Training:
     def step(self) -> None:
         """Do one optimizer step; raises when a peer is gone."""
         assert self.ddp is not None
-        chosen = torch.Generator().manual_seed(1000 * self.steps + dist.get_rank())
-        chosen = torch.randint(len(self.images), (16,), generator=chosen)
+        shuffle = torch.Generator().manual_seed(1000 * self.steps + dist.get_rank())
+        chosen = torch.randint(len(self.images), (16,), generator=shuffle)
         loss = cross_entropy(self.ddp(self.images[chosen]), self.labels[chosen])
         if self.options.kill == (self.name, self.steps):
-            self.module[0].weight.register_hook(_kill_this_process)  # in the middle of backward
+            next(self.module.parameters()).register_hook(_kill_this_process)  # in the middle of backward
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()  # right behind backward: what has arrived on this rank is in the parameters
@@ -118,7 +118,7 @@ def _kill_this_process(gradient: Tensor) -> None:
 
 
 def train_under_torchrun(options: argparse.Namespace) -> None:
-    """Train from the last checkpoint on; an exception ends this process, and the agent begins anew with who is there."""
+    """Train from the last checkpoint on; an exception ends this process, and the agent begins anew with all it has."""
     dist.init_process_group("gloo", timeout=TIMEOUT)
     training = Training(options, dist.get_rank())
     training.begin()
@@ -156,7 +156,7 @@ def members_of(store: dist.Store, world: int, name: int, expected: int = 0) -> l
 
 
 def enter(store: dist.Store, world: int, name: int, members: Sequence[int]) -> None:
-    """Make the process group of a world. Its keys have a prefix of their own, as earlier ones are still in the store."""
+    """Make the process group of a world. Its keys have a prefix of their own: those of earlier ones are still there."""
     place = dist.PrefixStore(f"world {world}", store)
     dist.init_process_group("gloo", store=place, rank=members.index(name), world_size=len(members), timeout=TIMEOUT)
 

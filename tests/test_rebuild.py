@@ -19,13 +19,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
 from commopt import Adam, Aggregator, BufferContext, Compressed, Hierarchical, LocalSGD, OneBit, Quantize
 from commopt.aggregate import Action, Buffer
 from commopt.errors import TransportError
-from tests.hook_training import SMALL_BUCKET, Tower, digest_of, seeded
+from tests.hook_training import BUCKETS_CAN_BE_GIVEN, SMALL_BUCKET, Tower, digest_of, seeded
 from tests.ranks import run
 from tests.sharded_training import local
 from tests.speed import limit
@@ -53,7 +54,8 @@ def batch_of(data: int, step: int) -> Tensor:
 
 
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-    return (model(x) - torch.tanh(x)).square().mean()
+    loss: Tensor = (model(x) - torch.tanh(x)).square().mean()
+    return loss
 
 
 def held_out(model: nn.Module) -> float:
@@ -378,9 +380,13 @@ def lose_a_replica(rank: int, world_size: int, folder: str, choice: Any, shifted
     again = sharded(mesh_of(2))
     optimizer_again = torch.optim.SGD(again.parameters(), 2.0, momentum=0.9)
     for old, new in zip(model.parameters(), again.parameters(), strict=True):
-        new.data.to_local().copy_(old.data.to_local())
+        assert isinstance(old, DTensor)
+        assert isinstance(new, DTensor)
         momentum = new.detach().clone()
-        momentum.to_local().copy_(optimizer.state[old]["momentum_buffer"].to_local())
+        assert isinstance(momentum, DTensor)
+        with torch.no_grad():
+            new.to_local().copy_(old.to_local())
+            momentum.to_local().copy_(optimizer.state[old]["momentum_buffer"].to_local())
         optimizer_again.state[new]["momentum_buffer"] = momentum
     try:
         state = commopt.rebuild(state, again)
@@ -426,3 +432,97 @@ def test_each_rank_of_hsdp_must_hold_the_shard_that_it_had(tmp_path: Path) -> No
     results = run(lose_a_replica, 6, str(tmp_path), "quantized", True, nodes=(2, 2, 2), dies=(2, 3), fresh=True)
     for rank in (0, 1, 4, 5):
         assert "shard that it had" in results[rank]
+
+
+# ------------------------------------------------------------------------------ plans, moments, refusals
+
+
+def follow_a_plan(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """Lose a rank while a plan is followed that came from a measurement."""
+    module = seeded(Tower)
+    ddp = TorchDDP(module, **SMALL_BUCKET)
+    state = commopt.attach(ddp, "flat", plan="adaptive")
+    names = [name for name, _ in module.named_parameters()][::-1]
+    plan = commopt.Plan(groups=(tuple(names[:5]), tuple(names[5:])), strategy=repr(commopt.Flat()))
+    state._registration.controller.follow(plan)
+    optimizer = torch.optim.SGD(module.parameters(), 0.5)
+    train(ddp, optimizer, rank, 0, FAILS_AT)
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    error_of_training(ddp, optimizer, rank, FAILS_AT)
+    init_anew(folder, rank, (1, 2))
+    ddp = TorchDDP(module, **SMALL_BUCKET)
+    state = commopt.rebuild(state, ddp)
+    followed = state.plan
+    train(ddp, optimizer, rank, FAILS_AT, FAILS_AT + 3)
+    dist.barrier()
+    assert followed is not None
+    return {"groups": followed.groups == plan.groups, "buckets": len(state.state_dict()["buckets"])}
+
+
+def test_the_plan_is_followed_by_the_survivors(tmp_path: Path) -> None:
+    found = run(follow_a_plan, 3, str(tmp_path), dies=(0,), fresh=True)[1:]
+    assert [each["groups"] for each in found] == [True, True]
+    assert BUCKETS_CAN_BE_GIVEN is False or [each["buckets"] for each in found] == [2, 2]
+
+
+def lose_moments(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """Lose the ranks that held one half of Adam's moments on both nodes, and go on with the other halves."""
+    heard, module = Heard(), seeded(Tower)
+    ddp = TorchDDP(module, **SMALL_BUCKET)
+    state = commopt.attach(ddp, Hierarchical(Compressed(OneBit(64), adam=Adam())))
+    optimizer = state.optimizer(module.parameters(), 0.003)
+    train(ddp, optimizer, rank, 0, FAILS_AT)
+    if rank in (1, 3):
+        os.kill(os.getpid(), signal.SIGKILL)
+    error_of_training(ddp, optimizer, rank, FAILS_AT)
+    init_anew(folder, rank, (0, 2))
+    ddp = TorchDDP(module, **SMALL_BUCKET)
+    state = commopt.rebuild(state, ddp)
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    train(ddp, optimizer, rank, FAILS_AT, FAILS_AT + 3)
+    moved = [(a - b).abs().max() for a, b in zip(module.parameters(), before, strict=True)]
+    dist.barrier()
+    return {"moved": float(torch.stack(moved).max().detach()), "heard": heard.texts, "digest": digest_of(module)}
+
+
+def test_moments_that_nobody_has_begin_anew_and_take_no_leap(tmp_path: Path) -> None:
+    found = run(lose_moments, 4, str(tmp_path), nodes=(2, 2), dies=(1, 3), fresh=True)
+    assert found[0]["digest"] == found[2]["digest"]
+    assert 0 < found[0]["moved"] < 3 * 3 * 0.003  # three steps, none much longer than the learning rate
+    said = next(text for text in found[0]["heard"] if "go on after step" in text)
+    assert "No survivor had exp_avg" in said
+    assert "begin anew" in said
+
+
+def refused(rank: int, world_size: int, folder: str) -> list[str]:
+    module = seeded(Tower)
+    ddp = TorchDDP(module, **SMALL_BUCKET)
+    state = commopt.attach(ddp, "quantized")
+    optimizer = torch.optim.SGD(module.parameters(), 0.5)
+    train(ddp, optimizer, rank, 0, 2)
+    said = []
+
+    def ask(state: Any, model: nn.Module, **options: Any) -> None:
+        with pytest.raises(commopt.CommoptError) as caught:
+            commopt.rebuild(state, model, **options)
+        said.append(str(caught.value))
+
+    ask(None, ddp)
+    ask(state, ddp)
+    init_anew(folder, rank, range(world_size))
+    ask(state, TorchDDP(module, **SMALL_BUCKET), ranks_per_node=2)
+    third = commopt.attach(TorchDDP(seeded(Tower), **SMALL_BUCKET), "quantized")
+    ask(third if rank == 1 else state, TorchDDP(module, **SMALL_BUCKET))
+    again = commopt.rebuild(state, TorchDDP(module, **SMALL_BUCKET))  # a call that was refused has changed nothing
+    assert again.stats()["steps"] == 2
+    dist.barrier()
+    return said
+
+
+def test_what_does_not_belong_together_is_refused_on_every_rank(tmp_path: Path) -> None:
+    for nothing, same_group, shape, strangers in run(refused, 3, str(tmp_path), fresh=True):
+        assert "begins at a checkpoint" in nothing
+        assert "make one of the survivors" in same_group
+        assert "ranks_per_node" in shape or "ranks per node" in shape, shape
+        assert "ranks disagree about old world" in strangers

@@ -195,13 +195,14 @@ class _Exchange:
     def _average(self, path: str, owned: Piece, held: Sequence[tuple[Piece, Tensor]]) -> None:
         """Store the mean, of one parameter, over the ranks that have it, as of a checkpoint of another world."""
         # Of equal values the mean is exact in float64.
-        both = torch.zeros(2, owned.numel, dtype=torch.float64, device=self.team.default_device)
+        both = torch.zeros(2 * owned.numel, dtype=torch.float64, device=self.team.default_device)
+        total, holders = both.chunk(2)
         for piece, values in held:
             place = slice(piece.begin - owned.begin, piece.end - owned.begin)
-            both[0, place] += values.to(both.device)
-            both[1, place] += 1
+            total[place] += values.to(both.device)
+            holders[place] += 1
         self.team.all_reduce(both)
-        mean, missing = both[0] / both[1].clamp(min=1), both[1] == 0
+        mean, missing = total / holders.clamp(min=1), holders == 0
         gone = int(missing.sum())
         if gone:
             self.lost.append(f"{path.rpartition('.')[2]} of {gone} elements of {owned.name}")

@@ -7,7 +7,7 @@ import gc
 import logging
 from dataclasses import fields
 from io import BytesIO
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -24,10 +24,12 @@ from commopt.groups.team import broadcast_bytes
 from commopt.hooks.buckets import DDPRegistration, buffers_of, parameters_of
 from commopt.hooks.ddp import attach
 
+State = TypeVar("State", bound=CommState)
+
 _log = logging.getLogger("commopt")
 
 
-def rebuild(state: CommState, model: nn.Module, **options: Any) -> CommState:
+def rebuild(state: State, model: nn.Module, **options: Any) -> State:
     """Go on after a failure with the ranks that are left; return the state of `model`. Collective over its ranks.
 
         dist.destroy_process_group()  # or abort, over NCCL
@@ -71,12 +73,16 @@ def rebuild(state: CommState, model: nn.Module, **options: Any) -> CommState:
     given = {**kept, "scaler": before.scaler, "tuned": None, **options}  # what tuning came to is resumed with
     made = attach(model, before.aggregator, **given)
     now = made._registration
-    survivors = meet(before, now)
-    if survivors.apart:
-        _follow_first(made, survivors)
-    take_over(before, now, survivors)
-    made.average_parameters()  # of a LocalSGD, which then begins from the mean over the survivors
-    return made
+    try:
+        survivors = meet(before, now)
+        if survivors.apart:
+            _follow_first(made, survivors)
+        take_over(before, now, survivors)
+        made.average_parameters()  # of a LocalSGD, which then begins from the mean over the survivors
+    except BaseException:
+        now.close(groups=False)  # nobody gets this state
+        raise
+    return cast(State, made)  # of the same class: else the registrations would not fit
 
 
 def _let_go(before: DDPRegistration, model: object) -> None:
