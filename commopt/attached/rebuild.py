@@ -130,7 +130,7 @@ def take_over(before: Registration, now: Registration, survivors: Survivors) -> 
                 store.add(residual.path, residual.layout, residual.values.float())
     names, lost = set[str](), list[str]()
     for client, owned in now.shares():
-        exchange = _Exchange(client.team, owned, now.numels, old, store)
+        exchange = _SurvivorExchange(client.team, owned, now.numels, old, store)
         client.run(exchange, "averages and factors of the survivors").wait()
         names |= exchange.names
         lost += exchange.lost
@@ -144,7 +144,7 @@ def take_over(before: Registration, now: Registration, survivors: Survivors) -> 
 
 
 @dataclass(eq=False)
-class _Exchange:
+class _SurvivorExchange:
     """Fills `store` with what ranks of `team`, which hold the same elements, `owned`, keep alike; runs on the lane.
 
     old: what this rank had.
