@@ -231,9 +231,9 @@ def test_survivors_go_on(name: str, victims: tuple[int, ...], tmp_path: Path) ->
     for victim in victims:
         assert f"rank {victim} (node {victim // 2 if nodes else 0})" in said[0]
         if name not in WITHOUT_RESIDUALS:
-            assert f"(rank {victim}) after 4 steps" in said[0]
+            assert f"(rank {victim})" in said[0]
+            assert "after 4 steps, when last compared" in said[0]
     assert not any("go on after step" in text for each in survivors[1:] for text in each.heard)
-    print(said)
 
 
 # ------------------------------------------------------------------------------ beside a run that began with three
@@ -509,7 +509,7 @@ def refused(rank: int, world_size: int, folder: str) -> list[str]:
         said.append(str(caught.value))
 
     ask(None, ddp)
-    ask(state, ddp)
+    ask(state, TorchDDP(module, **SMALL_BUCKET))
     init_anew(folder, rank, range(world_size))
     ask(state, TorchDDP(module, **SMALL_BUCKET), ranks_per_node=2)
     third = commopt.attach(TorchDDP(seeded(Tower), **SMALL_BUCKET), "quantized")
@@ -525,4 +525,4 @@ def test_what_does_not_belong_together_is_refused_on_every_rank(tmp_path: Path) 
         assert "begins at a checkpoint" in nothing
         assert "make one of the survivors" in same_group
         assert "ranks_per_node" in shape or "ranks per node" in shape, shape
-        assert "ranks disagree about old world" in strangers
+        assert "make one of the survivors" in strangers  # on the other ranks too

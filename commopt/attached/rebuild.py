@@ -111,6 +111,11 @@ def _require_fit(before: Registration, now: Registration) -> None:
         raise ConfigurationError(
             f"the state is a {before.kind} of another kind of model than the new one; wrap or shard the model as before"
         )
+    if before.everyone.parent() is now.everyone.parent():
+        raise ConfigurationError(
+            f"the model is in the process group of before, of ranks {before.everyone.ranks}; make one of the survivors, "
+            f"wrap or shard the model in it, and pass that"
+        )
     require_same_parameters(before.numels, now.numels)
     owned = [[layout for _, layout in each.shares()] for each in (before, now)]
     if before.sharding != now.sharding or owned[0] != owned[1]:

@@ -11,7 +11,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim import Optimizer
 
 from commopt.attached.checks import instances_of
@@ -61,11 +60,6 @@ def rebuild(state: State, model: nn.Module, **options: Any) -> State:
     before = state._registration
     if before.joined is None or before.aggregator is None:
         raise ConfigurationError("this state has seen no step, so it has nothing to go on with; use commopt.attach")
-    if isinstance(model, TorchDDP) and before.everyone.parent() is model.process_group:
-        raise ConfigurationError(
-            f"the model is wrapped in the process group of before, of ranks {before.everyone.ranks}; make one of the "
-            f"survivors, wrap the module in it, and pass that model"
-        )
     before.close()
     if isinstance(before, DDPRegistration):
         _let_go(before, model)
@@ -90,7 +84,8 @@ def _let_go(before: DDPRegistration, model: object) -> None:
     gc.collect()
     old = before.model()
     if old is not None and old is not model:
-        del old.reducer, old.logger
+        vars(old).pop("reducer", None)  # gone already, where an earlier call was refused
+        vars(old).pop("logger", None)
 
 
 def _follow_first(made: CommState, survivors: Survivors) -> None:
