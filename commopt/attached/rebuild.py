@@ -113,8 +113,8 @@ def _require_fit(before: Registration, now: Registration) -> None:
         )
     if before.everyone.parent() is now.everyone.parent():
         raise ConfigurationError(
-            f"the model is in the process group of before, of ranks {before.everyone.ranks}; make one of the survivors, "
-            f"wrap or shard the model in it, and pass that"
+            f"the model is in the process group of before, of ranks {before.everyone.ranks}; make one of the "
+            f"survivors, wrap or shard the model in it, and pass that"
         )
     require_same_parameters(before.numels, now.numels)
     owned = [[layout for _, layout in each.shares()] for each in (before, now)]
