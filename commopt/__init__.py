@@ -38,6 +38,7 @@ from commopt.hooks import (
     build_preset,
     hook,
     merged_state,
+    rebuild,
 )
 from commopt.hooks.presets import (
     auto,
@@ -156,5 +157,6 @@ __all__ = [
     "onebit_local",
     "powersgd",
     "quantized",
+    "rebuild",
     "take_ranks",
 ]

@@ -159,20 +159,21 @@ def load(read: Callable[[], object], registration: Registration) -> None:
     require_equal(membership.ranks, answers, facts)
     _require_equal_in_sites(membership, answers, list(in_sites))
     if membership.team.rank == 0:
-        _tell_of_learning_rate(int(facts["ranks"]), membership.team.size)
+        tell_of_learning_rate(int(facts["ranks"]), membership.team.size)
     registration.resume(store, *loaded)
     if registration.averages is not None:
         registration.averages.optimizer_steps.resume(int(facts["optimizer steps"]))
 
 
-def _tell_of_learning_rate(ranks_then: int, ranks_now: int) -> None:
+def tell_of_learning_rate(ranks_then: int, ranks_now: int, before: str = "the checkpoint") -> None:
     """Say what the field does about the learning rate when the batch of a step has grown or shrunk with the world."""
     if ranks_then != ranks_now:
         factor = ranks_now / ranks_then
         _log.warning(
-            "the checkpoint is of %d ranks and here are %d: with equal batches on each a step takes %.3g times as many "
+            "%s is of %d ranks and here are %d: with equal batches on each a step takes %.3g times as many "
             "samples. The usual rules multiply the learning rate by %.3g for SGD (Goyal et al., arXiv 1706.02677) and "
             "by %.3g for Adam (Malladi et al., arXiv 2205.10287); commopt leaves it alone",
+            before,
             ranks_then,
             ranks_now,
             factor,
@@ -225,10 +226,10 @@ def _fill(store: ResidualStore, saved: object, registration: Registration) -> tu
         "steps": str(first["steps"]),
         "optimizer steps": str(registration.optimizer_steps_of(first)),
         "residuals": source,
-        "parameters": _digest(sorted(numels.items())),
-        "buckets": _digest([pieces_of(layout) for layout in buffers]),
+        "parameters": digest(sorted(numels.items())),
+        "buckets": digest([pieces_of(layout) for layout in buffers]),
         "divisions": _divisions(store, 0),
-        "plan": _digest(alike),
+        "plan": digest(alike),
     }
     return (first["steps"], buffers, numels, extras), facts
 
@@ -236,7 +237,7 @@ def _fill(store: ResidualStore, saved: object, registration: Registration) -> tu
 def _divisions(store: ResidualStore, depth: int) -> str:
     """Return a digest of the divisions at paths below so many levels of sites."""
     known = (item for item in store.divisions.items() if max(item[0].split(".").count("inter") - 1, 0) == depth)
-    return _digest(sorted(f"{path} {divisions}" for path, divisions in known))
+    return digest(sorted(f"{path} {divisions}" for path, divisions in known))
 
 
 def _divisions_in_sites(store: ResidualStore, team: TeamShape) -> dict[str, str]:
@@ -261,7 +262,7 @@ def _require_equal_in_sites(membership: Membership, answers: Sequence[Facts], na
             require_equal([ranks[member] for member in alike], [answers[member] for member in alike], [name])
 
 
-def _digest(what: object) -> str:
+def digest(what: object) -> str:
     return sha256(repr(what).encode()).hexdigest()
 
 

@@ -144,6 +144,7 @@ class DivergenceCheck:
     sent: SentBytes
     checks: int = 0
     equal_after: int | None = None  # steps, of the last check that found replicas equal
+    checked_after: int = -1  # steps, of the last check
     residual_norms: list[float] = field(default_factory=list)
     _check: _ReplicaTable | None = field(default=None, init=False)  # not looked at yet
     _told: dict[str, list[Split]] = field(default_factory=dict, init=False)
@@ -246,6 +247,7 @@ class DivergenceCheck:
         rows, team = check.rows(), self.everyone.team
         place = {rank: number for number, rank in enumerate(team.ranks)}
         self.checks += 1
+        self.checked_after = check.steps
         self.residual_norms = [_norm_in(row[1]) for row in rows]
         self._look_at_residuals(check.steps)
         parameters, buffers = list[Split](), list[Split]()
@@ -366,7 +368,7 @@ class DivergenceCheck:
             team, nbytes = replicas.team, [local(each).nbytes for each in tensors]
             calls = partial(_broadcasts, team, nbytes, source)
             self.sent.count_calls(("resync", id(team), source), calls, team)
-            task = partial(_copy, tensors, team, source, deviates=deviates)
+            task = partial(copy_from, tensors, team, source, deviates=deviates)
             replicas.client.run(task, f"parameters of rank {team.ranks[source]} for those that differ").wait()
 
 
@@ -374,7 +376,7 @@ def _broadcasts(team: Team, nbytes: Sequence[int], source: int) -> list[Any]:
     return [each for length in nbytes if length for each in call(team, "broadcast", length, source)]
 
 
-def _copy(tensors: Sequence[Tensor], team: Team, source: int, *, deviates: bool) -> None:
+def copy_from(tensors: Sequence[Tensor], team: Team, source: int, *, deviates: bool) -> None:
     """Set `tensors` to those of a rank of `team` where they deviate, one after the other."""
     for tensor in map(local, tensors):
         values = as_bytes(tensor).clone()

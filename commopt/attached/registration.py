@@ -217,6 +217,19 @@ class Registration:
         rounds, steps = self.averages.sent.wire_bytes(), max(self.reduced_steps, 1)
         return usual + rounds // steps
 
+    @property
+    def arrived_steps(self) -> int:
+        """The complete steps whose averages have all arrived: one fewer than `steps` where a failure has ended one."""
+        return self.steps
+
+    def shares(self) -> list[tuple[LaneClient, Layout]]:
+        """Return the ranks that average the same elements with this one, and these elements; DDP's are all."""
+        return [(self.client, Layout.of_parameters(self.numels.items()))]
+
+    def planned(self) -> tuple[Any, object]:
+        """Return what another registration resumes with to follow the same plan, and what tells plans apart."""
+        return None, ""
+
     def model(self) -> TorchDDP | None:
         """Return the DDP model, whose own broadcasts a report tells; None for others."""
         return None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Error feedback: residuals are stored by parameter and range, and added to the next gradient."""
 
-from commopt.feedback.checkpoint import layout_of, pieces_of, restore, save, spread
+from commopt.feedback.checkpoint import layout_of, pieces_of, restore, restore_shared, save, save_shared, spread
 from commopt.feedback.context import (
     SAMPLE_EVERY_STEPS,
     SAMPLE_NUMEL,
@@ -64,9 +64,11 @@ __all__ = [
     "require_feedback",
     "require_repeatable",
     "restore",
+    "restore_shared",
     "sample_numel",
     "sample_stride",
     "save",
+    "save_shared",
     "scale_and_add",
     "spread",
 ]

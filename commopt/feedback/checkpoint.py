@@ -51,14 +51,19 @@ def save(store: ResidualStore) -> dict[str, Any]:
             path: [[pieces_of(layout), division] for layout, division in known.items()]
             for path, known in store.divisions.items()
         }
+        return {"residuals": residuals, "layouts": layouts, "placed": divisions, **save_shared(store)}
+
+
+def save_shared(store: ResidualStore) -> dict[str, Any]:
+    """Return copies of what ranks have in common: factors and counts."""
+    with store.lock:
         factors = [_entry_of(path, factor) for path, factor in store.factors.everything()]
-    expected = None if store.expected_square is None else float(store.expected_square)
-    counted = {
+    return {
+        "factors": factors,
         "dropped": int(store.transaction.dropped),
-        "expected_square": expected,
+        "expected_square": None if store.expected_square is None else float(store.expected_square),
         "adam_steps": store.counts.state(),
     }
-    return {"residuals": residuals, "layouts": layouts, "placed": divisions, "factors": factors, **counted}
 
 
 def restore(
@@ -102,7 +107,6 @@ def spread(
     """
     sums: dict[str, dict[str, Tensor]] = {}
     holders: dict[tuple[str, str], Tensor] = {}
-    factors: dict[tuple[str, Piece], RightFactor] = {}  # several nodes have the same
     for saved in ranks:
         for path, _, layouts, values in _residuals(saved, numels, largest):
             for piece in {str(piece): piece for layout in layouts for piece in layout.pieces}.values():
@@ -111,12 +115,19 @@ def spread(
                 if is_average(path):
                     counts = holders.setdefault((path, piece.name), torch.zeros_like(zero))
                     counts[piece.begin : piece.end] += 1
-        factors |= {(path, factor.piece): factor for path, factor in _factors(saved, numels)}
     for path, by_name in sums.items():
         for name, total in by_name.items():
             layout = Layout.of_parameters([(name, total.numel())])
             share = holders[path, name].clamp(min=1) if is_average(path) else world_size
             store.add(path, layout, (total / share).float())
+    restore_shared(store, ranks, numels)
+
+
+def restore_shared(store: ResidualStore, ranks: Sequence[Mapping[str, Any]], numels: Mapping[str, int]) -> None:
+    """Put back what `save_shared` returned on some ranks of another world; several of them have the same factors."""
+    factors: dict[tuple[str, Piece], RightFactor] = {}
+    for saved in ranks:
+        factors |= {(path, factor.piece): factor for path, factor in _factors(saved, numels)}
     for (path, _), factor in factors.items():
         store.factors.add(path, factor)
     _restore_counts(store, ranks)

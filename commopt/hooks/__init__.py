@@ -10,6 +10,7 @@ from commopt.attached.checkpoint import merged_state
 from commopt.attached.comm_state import Checkpointed, CommState, Gathered
 from commopt.hooks.ddp import DistributedDataParallel, attach
 from commopt.hooks.presets import PRESETS, Preset, build_preset, hook
+from commopt.hooks.rebuild import rebuild
 from commopt.hooks.state import HookState
 
 __all__ = [
@@ -24,4 +25,5 @@ __all__ = [
     "build_preset",
     "hook",
     "merged_state",
+    "rebuild",
 ]

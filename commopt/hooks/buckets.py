@@ -66,6 +66,7 @@ class DDPRegistration(Registration):
         self._module = None if module is None else ref(module)
         self._sampled_plan = 0  # the plan whose averages `exact_sample` samples, by Controller.changes
         self._raising_task = -1
+        self._arrived_steps = 0
         self._latest: lanes.Pending | None = None  # bucket's, until backward has looked at it
         self._lately_ns: deque[int] = deque(maxlen=64)
 
@@ -91,8 +92,8 @@ class DDPRegistration(Registration):
         found, own, local = ref(self), list[Replicas](), isinstance(aggregator, LocalSGD)
         if (team := alike_in(client.team, aggregator)) is not None:
             averaged = isinstance(aggregator, LocalSGD) and aggregator.buffers
-            buffers = dict if averaged else lambda: _buffers_of(found())
-            own.append(Replicas(client, team, lambda: _parameters_of(found()), buffers))
+            buffers = dict if averaged else lambda: buffers_of(found())
+            own.append(Replicas(client, team, lambda: parameters_of(found()), buffers))
         nodes = client.team.wire.nodes
         self.divergence = DivergenceCheck.of(self, client, [[node if local else 0] for node in nodes], own)
 
@@ -247,6 +248,7 @@ class DDPRegistration(Registration):
         latest, self._latest = self._latest, None  # keep no bucket
         if latest is None or not latest.arrived:
             lanes.require_healthy()
+        self._arrived_steps = self.steps
         if latest is not None and self.directions is not None:
             self.directions.delivered()
 
@@ -295,6 +297,8 @@ class DDPRegistration(Registration):
         )
         step.gradients.clear()
         self.steps += 1
+        if torch._C._current_graph_task_id() == -1:  # in DDP's join(), whose caller waits
+            self._arrived_steps = self.steps
         if self.divergence is not None:
             self.divergence.repair(self.steps)
         self.reduced_steps += 1
@@ -302,6 +306,16 @@ class DDPRegistration(Registration):
             self.averages.optimizer_steps.backward_ended(shadowed=torch._C._current_graph_task_id() == -1)
 
     # ------------------------------------------------------------------------------------- checkpoints
+
+    @property
+    def arrived_steps(self) -> int:
+        """As Registration.arrived_steps: known once a backward has ended without an error."""
+        return self._arrived_steps
+
+    def planned(self) -> tuple[Any, object]:
+        """Return the plan that is followed and what tuning came to, as Registration.planned."""
+        plan, tuned = self.controller.plan, self.controller.tuned
+        return (plan, tuned, None), [None if each is None else each.to_json() for each in (plan, tuned)]
 
     def extras(self) -> dict[str, Any]:
         """Return the plan that is followed and what tuning came to, and what Registration.extras does."""
@@ -330,6 +344,7 @@ class DDPRegistration(Registration):
         """Resume from a checkpoint, as Registration.resume; the controller takes over its plan if it can."""
         plan, tuned, rounds = extras or (None, None, None)
         super().resume(store, steps, buffers, numels, rounds)
+        self._arrived_steps = steps
         self.controller.restart(steps, plan, tuned, buffers)
         self._sampled_plan = -1  # samples begin anew
         self.layouts.expect(numels)
@@ -341,7 +356,7 @@ def _module_of(registration: DDPRegistration | None) -> nn.Module | None:
     return module if ddp is None else ddp.module
 
 
-def _parameters_of(registration: DDPRegistration | None) -> Named:
+def parameters_of(registration: DDPRegistration | None) -> Named:
     """Return what DDP made equal at the start: frozen parameters too; of an unknown model those in its buckets."""
     module = _module_of(registration)
     if module is None:
@@ -349,7 +364,7 @@ def _parameters_of(registration: DDPRegistration | None) -> Named:
     return _not_ignored(module, module.named_parameters())
 
 
-def _buffers_of(registration: DDPRegistration | None) -> Named:
+def buffers_of(registration: DDPRegistration | None) -> Named:
     """Return the buffers, where DDP does not send the first rank's to all before each forward."""
     module, ddp = _module_of(registration), None if registration is None else registration.model()
     if module is None or ddp is None or ddp.broadcast_buffers:

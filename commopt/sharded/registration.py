@@ -21,7 +21,7 @@ from commopt.attached.divergence import DivergenceCheck, Replicas, alike_in
 from commopt.attached.local_sgd import ParameterAverages
 from commopt.attached.reduction import Reduction, Step
 from commopt.errors import ConfigurationError
-from commopt.feedback import Layout, ResidualStore, Spans, is_average, spread
+from commopt.feedback import Layout, Piece, ResidualStore, Spans, is_average, spread
 from commopt.groups import Membership
 from commopt.lanes import LaneClient, Pending
 from commopt.sharded.backwards import Backwards, MessageOrder, Request
@@ -261,6 +261,13 @@ class ShardedRegistration(Backwards):
         return reduction.submit(order.client, self.sent)
 
     # ------------------------------------------------------------------------------------- checkpoints
+
+    def shares(self) -> list[tuple[LaneClient, Layout]]:
+        """Return the replicas of each shard with its elements, as Registration.shares."""
+        pieces: dict[dist.ProcessGroup | None, list[Piece]] = {replicas: [] for replicas in self.replicas}
+        for group in self.groups:
+            pieces[group.replicas] += layout_of(group.parts, group.shard_rank, group.shard_count)[0].pieces
+        return [(self.replicas[replicas].client, Layout(tuple(each))) for replicas, each in pieces.items()]
 
     def take_share(
         self, store: ResidualStore, parts: Sequence[Mapping[str, Any]], largest: Callable[[str], float]

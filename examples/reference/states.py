@@ -67,6 +67,12 @@ def merged_state(comm: commopt.HookState) -> None:
     comm.load_state_dict(commopt.merged_state(parts))
 
 
+def rebuild(comm: commopt.HookState, ddp: DDP) -> None:
+    survivors = dist.new_group([0])  # or, where the world has died, init_process_group() anew
+    again = DDP(ddp.module, process_group=survivors)
+    comm = commopt.rebuild(comm, again)
+
+
 def Weights() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
