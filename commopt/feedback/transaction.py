@@ -13,6 +13,7 @@ from torch import Tensor
 
 from commopt.feedback.residual import Residual, round_stochastically
 from commopt.feedback.scratch import Scratch
+from commopt.kernels.cpu import copy_parts, parts_of
 from commopt.kernels.finite import all_finite, all_true
 
 
@@ -171,7 +172,9 @@ class Transaction:
                     seed = crc32(f"{residual.path} {residual.kind} {number} of {rank} {self.steps}".encode())
                     staged = round_stochastically(staged, seed)
                 if known:
-                    residual.values.copy_(staged)
+                    whole = parts_of([(0, 0, staged.numel())])
+                    if not copy_parts(staged, residual.values, whole):
+                        residual.values.copy_(staged)
                 else:
                     torch.where(finite, staged, residual.values, out=residual.values)
         for factors, staged in self._staged_factors:

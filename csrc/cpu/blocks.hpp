@@ -347,4 +347,23 @@ inline void decode(std::int64_t codec, std::uint8_t* payload, std::int64_t strid
     });
 }
 
+// Copy each part: what is long goes past the caches, for it is not needed again soon.
+inline void copy(const float* from, float* to, const Part* parts, std::int64_t count, std::int64_t threads) {
+    for (const Part* each = parts; each != parts + count; ++each) {
+        const float* const source = from + each->from;
+        float* const target = to + each->to;
+        if (each->numel < NUMEL_OF_A_THREAD) {
+            std::copy(source, source + each->numel, target);
+            continue;
+        }
+        const std::int64_t worth = std::clamp<std::int64_t>(each->numel / NUMEL_OF_A_THREAD, 1, threads);
+        spread(each->numel, 2 * LANES, worth, [&](std::int64_t at, std::int64_t last) {
+            for (; !aligned(target + at); ++at) target[at] = source[at];
+            for (; at + LANES <= last; at += LANES) stream(target + at, load(source + at));
+            std::copy(source + at, source + last, target + at);
+            streamed();
+        });
+    }
+}
+
 }  // namespace COMMOPT_TARGET
