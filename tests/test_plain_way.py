@@ -23,10 +23,10 @@ BOUNDS = {
     ("hierarchical_quantized:bits=2", 2): (2, 9, 190),
     ("hierarchical_onebit", 2): (2, 20, 250),
     ("hierarchical_dgc", 2): (10, 21, 280),
-    ("hierarchical_powersgd", 2): (20, 36, 375),
+    ("hierarchical_powersgd", 2): (13, 27, 280),
     ("hierarchical_quantized", 4): (3, 11, 250),
     ("hierarchical_dgc", 4): (20, 38, 450),
-    ("hierarchical_powersgd", 4): (20, 36, 400),
+    ("hierarchical_powersgd", 4): (13, 27, 310),
 }
 REPLAYED = 60  # functions
 
