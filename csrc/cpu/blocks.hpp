@@ -13,6 +13,7 @@
 
 namespace COMMOPT_TARGET {
 
+constexpr std::int64_t BLOCKS_AT_ONCE = 8;  // blocks: what one waits for, another need not
 constexpr std::int64_t NUMEL_OF_A_THREAD = 1 << 17;  // elements that are worth one
 
 // Rows of payload: codes, an entry of 4 bytes for each block, zeros up to a multiple of 16 bytes.
@@ -151,7 +152,8 @@ struct Chances {
                 key1 += 0xBB67AE85u;
             }
             for (int j = 0; j < SIDE; ++j) {  // words of one counter side by side
-                const Longs pairs[2] = {(words[0][j] & LOWER) | words[1][j] << 32, (words[2][j] & LOWER) | words[3][j] << 32};
+                const Longs pairs[2] = {(words[0][j] & LOWER) | words[1][j] << 32,
+                                        (words[2][j] & LOWER) | words[3][j] << 32};
                 for (int half = 0; half < 2; ++half) {
                     const Longs order = Longs{0, 4, 1, 5} + 2 * half;
                     const Words bits = as<Words>(__builtin_shuffle(pairs[0], pairs[1], order)) >> 8;
@@ -181,19 +183,17 @@ inline void write_block(const Codec& codec, const float* p, std::int64_t block, 
     }
 }
 
-// Encode a block of the source, whose first `present` elements are real and lie at `begin` of all.
-template <typename Codec, typename Rounding, typename Value>
+// Encode the block that `p` and its codec are of, whose first `present` elements are real and lie at `begin` of all.
+template <typename Codec, typename Rounding>
 inline void encode_block(const PayloadRows& rows, std::int64_t row, std::int64_t at, const Remainder& remainder,
-                         const Rounding& rounding, const Chunk<Value>& source, std::int64_t begin, std::int64_t present,
-                         BlockRoom& room) {
+                         const Rounding& rounding, const Codec& codec, const float* p, std::int64_t begin,
+                         std::int64_t present, BlockRoom& room) {
     float* const fresh = remainder.fresh == nullptr ? nullptr : remainder.fresh + begin;
-    const float absmax = fill(source, present, rows.block, room.p);
-    const Codec codec(room.p, rows.block, absmax);
     std::uint8_t* const codes = rows.codes(row, at);
     if (fresh != nullptr && present == rows.block && aligned(fresh)) {
-        write_block<true>(codec, room.p, rows.block, rounding, codes, fresh, remainder.inverse);
+        write_block<true>(codec, p, rows.block, rounding, codes, fresh, remainder.inverse);
     } else {
-        write_block<false>(codec, room.p, rows.block, rounding, codes, fresh == nullptr ? fresh : room.fresh,
+        write_block<false>(codec, p, rows.block, rounding, codes, fresh == nullptr ? fresh : room.fresh,
                            remainder.inverse);
         if (fresh != nullptr) std::copy(room.fresh, room.fresh + present, fresh);
     }
@@ -228,25 +228,47 @@ inline void add_up_block(const PayloadRows& rows, std::int64_t row, std::int64_t
 template <typename Codec, bool STOCHASTIC, typename SourceOf>
 inline void encode_rows(const PayloadRows& rows, std::int64_t count, std::int64_t numel, const Remainder& remainder,
                         const Chances& chances, std::int64_t threads, const SourceOf& source_of) {
+    if (rows.blocks == 0) return;
     const std::int64_t worth = std::clamp<std::int64_t>(numel / NUMEL_OF_A_THREAD, 1, threads);
+    const std::int64_t together = std::clamp<std::int64_t>(MOST_BLOCK / rows.block, 1, BLOCKS_AT_ONCE);
     spread(count * rows.blocks, 1, worth, [&](std::int64_t first, std::int64_t last) {
         BlockRoom room;
-        for (std::int64_t number = first; number < last; ++number) {
-            const std::int64_t row = number / rows.blocks, at = number % rows.blocks, begin = number * rows.block;
-            const std::int64_t present = std::clamp<std::int64_t>(numel - begin, 0, rows.block);
-            if (at == rows.blocks - 1) rows.end(row);
-            if (present == 0) {
+        Codec codecs[BLOCKS_AT_ONCE];
+        std::int64_t row = first / rows.blocks, at = first % rows.blocks;
+        for (std::int64_t number = first; number < last;) {
+            const std::int64_t begin = number * rows.block;
+            const auto present = [&](std::int64_t k) {
+                return std::clamp<std::int64_t>(numel - begin - k * rows.block, 0, rows.block);
+            };
+            std::int64_t filled = 0;
+            float absmax[BLOCKS_AT_ONCE];
+            for (; filled < std::min({together, last - number, rows.blocks - at}) && present(filled) > 0; ++filled) {
+                const auto source = source_of(begin + filled * rows.block, at + filled, room.sums);
+                absmax[filled] = fill(source, present(filled), rows.block, room.p + filled * rows.block);
+            }
+            for (std::int64_t k = 0; k < filled; ++k) codecs[k] = Codec(room.p + k * rows.block, rows.block, absmax[k]);
+            for (std::int64_t k = 0; k < filled; ++k) {
+                const std::int64_t place = begin + k * rows.block;
+                const float* const p = room.p + k * rows.block;
+                if constexpr (STOCHASTIC) {
+                    chances.fill(place, rows.block, room.chances);
+                    const Stochastic rounding{room.chances};
+                    encode_block(rows, row, at + k, remainder, rounding, codecs[k], p, place, present(k), room);
+                } else {
+                    encode_block(rows, row, at + k, remainder, Nearest{}, codecs[k], p, place, present(k), room);
+                }
+            }
+            if (filled == 0) {
                 std::memset(rows.codes(row, at), Codec::ZEROS, static_cast<std::size_t>(rows.block_nbytes()));
                 rows.put_entry(row, at, 0);
-                continue;
+                filled = 1;
             }
-            const auto source = source_of(begin, at, room.sums);
-            if constexpr (STOCHASTIC) {
-                chances.fill(begin, rows.block, room.chances);
-                encode_block<Codec>(rows, row, at, remainder, Stochastic{room.chances}, source, begin, present, room);
-            } else {
-                encode_block<Codec>(rows, row, at, remainder, Nearest{}, source, begin, present, room);
-            }
+            number += filled;
+            at += filled;
+            if (at < rows.blocks) continue;
+            rows.end(row);
+            ++row;
+            at = 0;
         }
         streamed();
     });
@@ -288,9 +310,12 @@ inline void encode(std::int64_t codec, const void* values, std::int64_t dtype, s
             using Value = std::decay_t<decltype(*from)>;
             encode_rows<Codec, decltype(stochastic)::value>(
                 target, rows, numel, remainder, chances, threads,
-                [&](std::int64_t begin, std::int64_t, float*) { return Chunk<Value>{from + begin, remainder.of(begin), by, remainder.factor}; });
+                [&](std::int64_t begin, std::int64_t, float*) {
+                    return Chunk<Value>{from + begin, remainder.of(begin), by, remainder.factor};
+                });
         };
-        dtype == BFLOAT16 ? encode_all(static_cast<const Bfloat16*>(values)) : encode_all(static_cast<const float*>(values));
+        if (dtype == BFLOAT16) return encode_all(static_cast<const Bfloat16*>(values));
+        encode_all(static_cast<const float*>(values));
     });
 }
 

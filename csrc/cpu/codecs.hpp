@@ -105,8 +105,9 @@ struct Uniform {
     static constexpr int BITS = B;
     static constexpr std::int32_t TOP = (1 << (B - 1)) - 1;
     static constexpr std::uint8_t ZEROS = B == 8 ? 0x80 : B == 4 ? 0x88 : 0xAA;
-    float scale, inverse;
+    float scale = 0.0f, inverse = 0.0f;
 
+    Uniform() = default;
     Uniform(const float*, std::int64_t, float absmax) : scale(scale_of(absmax, TOP)), inverse(inverse_of(absmax, TOP)) {}
     explicit Uniform(std::uint32_t entry) : scale(as<float>(entry)), inverse(0.0f) {}
 
@@ -141,9 +142,10 @@ struct Companded {
     static constexpr float TOP = 35.625f;
     static constexpr std::uint8_t ZEROS = 0;
     static constexpr Floats LEVELS = {0.625f, 2.625f, 5.625f, 9.625f, 14.625f, 20.625f, 27.625f, TOP};
-    float scale, inverse = 0.0f;
+    float scale = 0.0f, inverse = 0.0f;
     Floats levels = {};
 
+    Companded() = default;
     Companded(const float*, std::int64_t, float absmax) : scale(scale_of(absmax, TOP)), inverse(inverse_of(absmax, TOP)) {}
     explicit Companded(std::uint32_t entry) : scale(as<float>(entry)), levels(LEVELS * scale) {}
 
@@ -167,9 +169,10 @@ struct Companded {
 struct Centroids {
     static constexpr int BITS = 2;
     static constexpr std::uint8_t ZEROS = 0;
-    float inverse = 0.0f, threshold = 0.0f, low, high;
+    float inverse = 0.0f, threshold = 0.0f, low = 0.0f, high = 0.0f;
     Floats levels = {};
 
+    Centroids() = default;
     Centroids(const float* p, std::int64_t numel, float absmax) : inverse(inverse_of(absmax, 1.0f)) {
         const float by = inverse;
         const float squares = sum_of(p, numel, [&](Floats v) {
@@ -236,8 +239,9 @@ template <typename Measure>
 struct Sign {
     static constexpr int BITS = 1;
     static constexpr std::uint8_t ZEROS = 0;
-    float scale;
+    float scale = 0.0f;
 
+    Sign() = default;
     Sign(const float* p, std::int64_t numel, float absmax) {
         const float by = inverse_of(absmax, 1.0f);
         const float total = sum_of(p, numel, [&](Floats v) { return Measure::term(magnitude(v) * by); });
