@@ -103,7 +103,7 @@ class Check:
                 each = [part.to(self._device) for part in (group.stack(made).clone(), left, right)]
                 lowrank.subtract(*each)
                 assert torch.equal(each[0].cpu(), group.stack(subtracted)), "subtract"
-                lowrank.decode(*each[1:], each[0])
+                lowrank.decode(each[1], each[2], each[0])
                 for number, (matrix, first, last) in enumerate(group.ranges):
                     wanted = torch.addcmul(old[first:last], buffer[matrix.begin : matrix.end], torch.tensor(0.25))
                     assert not began or torch.allclose(made[first:last], wanted, rtol=1e-5, atol=1e-6), "begin"

@@ -13,7 +13,8 @@
 
 namespace COMMOPT_TARGET {
 
-constexpr std::int64_t BLOCKS_AT_ONCE = 8;  // blocks: what one waits for, another need not
+constexpr std::int64_t BLOCKS_AT_ONCE = 8;   // short ones: what one waits for, another need not
+constexpr std::int64_t NUMEL_AT_ONCE = 512;  // elements of such
 constexpr std::int64_t NUMEL_OF_A_THREAD = 1 << 17;  // elements that are worth one
 
 // Rows of payload: codes, an entry of 4 bytes for each block, zeros up to a multiple of 16 bytes.
@@ -230,7 +231,7 @@ inline void encode_rows(const PayloadRows& rows, std::int64_t count, std::int64_
                         const Chances& chances, std::int64_t threads, const SourceOf& source_of) {
     if (rows.blocks == 0) return;
     const std::int64_t worth = std::clamp<std::int64_t>(numel / NUMEL_OF_A_THREAD, 1, threads);
-    const std::int64_t together = std::clamp<std::int64_t>(MOST_BLOCK / rows.block, 1, BLOCKS_AT_ONCE);
+    const std::int64_t together = std::clamp<std::int64_t>(NUMEL_AT_ONCE / rows.block, 1, BLOCKS_AT_ONCE);
     spread(count * rows.blocks, 1, worth, [&](std::int64_t first, std::int64_t last) {
         BlockRoom room;
         Codec codecs[BLOCKS_AT_ONCE];
