@@ -30,6 +30,36 @@ struct Subtract {
     }
 };
 
+// One of several matrices of any shapes: its first element in the buffer and among all that are stacked, the first row
+// of its left and of its right factor among all of them, the first CUDA block that has a tile and that has rows of it.
+struct Matrix {
+    long long place;
+    long long kept;
+    long long rows;
+    long long cols;
+    long long left;
+    long long right;
+    long long first_tile;
+    long long first_rows;
+};
+
+// The last matrix that begins with this CUDA block or before it.
+template <bool TILES>
+__device__ __forceinline__ Matrix matrix_of_block(const Matrix* table, long long count) {
+    long long low = 0;
+    long long high = count - 1;
+    while (low < high) {
+        const long long middle = (low + high + 1) / 2;
+        const long long first = TILES ? table[middle].first_tile : table[middle].first_rows;
+        if (first <= blockIdx.x) {
+            low = middle;
+        } else {
+            high = middle - 1;
+        }
+    }
+    return table[low];
+}
+
 // The part of a matrix that a CUDA block has. Each warp has every MAX_WARPS-th of its rows, each lane every LANES-th of
 // its columns: accesses of a warp are contiguous.
 struct MatrixPart {
@@ -41,13 +71,13 @@ struct MatrixPart {
     int warp;
     int lane;
 
-    __device__ __forceinline__ MatrixPart(long long all_rows, long long all_cols)
+    __device__ __forceinline__ MatrixPart(long long all_rows, long long all_cols, long long block)
         : warp(static_cast<int>(threadIdx.x) / LANES), lane(static_cast<int>(threadIdx.x) % LANES) {
         const long long down = (all_rows + TILE_ROWS - 1) / TILE_ROWS;
         const long long across = (all_cols + TILE_COLS - 1) / TILE_COLS;
-        matrix = blockIdx.x / (down * across);
-        first_row = blockIdx.x / across % down * TILE_ROWS;
-        first_col = blockIdx.x % across * TILE_COLS;
+        matrix = block / (down * across);
+        first_row = block / across % down * TILE_ROWS;
+        first_col = block % across * TILE_COLS;
         rows = static_cast<int>(min(all_rows - first_row, static_cast<long long>(TILE_ROWS)));
         cols = static_cast<int>(min(all_cols - first_col, static_cast<long long>(TILE_COLS)));
     }
@@ -145,10 +175,10 @@ __device__ __forceinline__ void clear_from(float (&panel)[ROWS][PANEL + 1], int 
 
 template <typename Combine>
 __device__ __forceinline__ void multiply(const float* left, const float* right, long long rows, long long cols,
-                                         long long rank, float* matrices) {
+                                         long long rank, float* matrices, long long block) {
     __shared__ float left_panel[TILE_ROWS][PANEL + 1];   // an odd number of elements apart: different banks
     __shared__ float right_panel[TILE_COLS][PANEL + 1];
-    const MatrixPart part(rows, cols);
+    const MatrixPart part(rows, cols, block);
     left += (part.matrix * rows + part.first_row) * rank;
     right += (part.matrix * cols + part.first_col) * rank;
     float* lines = matrices + (part.matrix * rows + part.first_row + part.warp) * cols + part.first_col + part.lane;
@@ -196,12 +226,28 @@ __device__ __forceinline__ void multiply(const float* left, const float* right, 
 
 extern "C" __global__ void lowrank_decode(const float* left, const float* right, long long rows, long long cols,
                                           long long rank, float* matrices) {
-    multiply<Write>(left, right, rows, cols, rank, matrices);
+    multiply<Write>(left, right, rows, cols, rank, matrices, blockIdx.x);
 }
 
 extern "C" __global__ void lowrank_subtract(const float* left, const float* right, long long rows, long long cols,
                                             long long rank, float* matrices) {
-    multiply<Subtract>(left, right, rows, cols, rank, matrices);
+    multiply<Subtract>(left, right, rows, cols, rank, matrices, blockIdx.x);
+}
+
+// lowrank_*_all: the same for all matrices of a table, in the buffer or stacked.
+
+extern "C" __global__ void lowrank_decode_all(const Matrix* table, long long count, const float* left,
+                                              const float* right, long long rank, float* buffer) {
+    const Matrix one = matrix_of_block<true>(table, count);
+    multiply<Write>(left + one.left * rank, right + one.right * rank, one.rows, one.cols, rank, buffer + one.place,
+                    blockIdx.x - one.first_tile);
+}
+
+extern "C" __global__ void lowrank_subtract_all(const Matrix* table, long long count, const float* left,
+                                                const float* right, long long rank, float* stacked) {
+    const Matrix one = matrix_of_block<true>(table, count);
+    multiply<Subtract>(left + one.left * rank, right + one.right * rank, one.rows, one.cols, rank, stacked + one.kept,
+                       blockIdx.x - one.first_tile);
 }
 
 constexpr int PROJECT_WARPS = 4;
@@ -224,18 +270,33 @@ __device__ __forceinline__ float sum_for_lane(float (&value)[LANES]) {
     return value[0];
 }
 
-// lowrank_project: out [rows, rank] = matrix [rows, cols] times right [cols, rank] for each matrix, rank at most
-// FEW_COLUMNS. One CUDA block of 128 threads for PROJECT_ROWS rows of a matrix, which is read once.
-extern "C" __global__ void lowrank_project(const float* matrices, const float* right, long long rows, long long cols,
-                                           long long rank, float* out) {
+// A matrix as it is.
+struct Given {
+    const float* lines;
+
+    __device__ __forceinline__ float element(long long at, bool) const { return load_streaming(lines + at); }
+};
+
+// A matrix made of a gradient and its residual (null: none), and kept.
+struct Filled {
+    const float* values;
+    const float* old;
+    float* lines;
+    float factor;
+
+    __device__ __forceinline__ float element(long long at, bool real) const {
+        const float value = load_streaming(values + at);
+        const float made = old == nullptr ? __fmul_rn(value, factor) : __fmaf_rn(value, factor, load_streaming(old + at));
+        if (real) lines[at] = made;
+        return made;
+    }
+};
+
+// out [PROJECT_ROWS, rank] = `present` rows of a matrix times factors [cols, rank].
+template <typename Lines>
+__device__ __forceinline__ void project(const Lines& lines, int present, long long cols, const float* factors,
+                                        int columns, float* out) {
     __shared__ float of_warp[PROJECT_WARPS][LANES];
-    const long long blocks = (rows + PROJECT_ROWS - 1) / PROJECT_ROWS;
-    const long long matrix = blockIdx.x / blocks;
-    const long long first = blockIdx.x % blocks * PROJECT_ROWS;
-    const int present = static_cast<int>(min(rows - first, static_cast<long long>(PROJECT_ROWS)));
-    const int columns = static_cast<int>(rank);
-    const float* lines = matrices + (matrix * rows + first) * cols;
-    const float* factors = right + matrix * cols * rank;
     const bool whole = columns == FEW_COLUMNS && misalignment<FEW_COLUMNS>(factors) == 0;
     float sums[LANES] = {};
 #pragma unroll 2
@@ -243,7 +304,7 @@ extern "C" __global__ void lowrank_project(const float* matrices, const float* r
         float element[PROJECT_ROWS];
 #pragma unroll
         for (int i = 0; i < PROJECT_ROWS; ++i) {   // there may be fewer rows: the last one again, and nobody keeps it
-            element[i] = load_streaming(lines + min(i, present - 1) * cols + col);
+            element[i] = lines.element(min(i, present - 1) * cols + col, i < present);
         }
         const FactorRow factor(factors + col * columns, columns, whole);
 #pragma unroll
@@ -258,5 +319,31 @@ extern "C" __global__ void lowrank_project(const float* matrices, const float* r
     if (warp_of_thread() != 0 || row >= present || column >= columns) return;
     float sum = of_warp[0][lane_of_thread()];
     for (int warp = 1; warp < PROJECT_WARPS; ++warp) sum = __fadd_rn(sum, of_warp[warp][lane_of_thread()]);
-    out[(matrix * rows + first + row) * rank + column] = sum;
+    out[row * columns + column] = sum;
+}
+
+// lowrank_project: out [rows, rank] = matrix [rows, cols] times right [cols, rank] for each matrix, rank at most
+// FEW_COLUMNS. One CUDA block of 128 threads for PROJECT_ROWS rows of a matrix, which is read once.
+extern "C" __global__ void lowrank_project(const float* matrices, const float* right, long long rows, long long cols,
+                                           long long rank, float* out) {
+    const long long blocks = (rows + PROJECT_ROWS - 1) / PROJECT_ROWS;
+    const long long matrix = blockIdx.x / blocks;
+    const long long first = blockIdx.x % blocks * PROJECT_ROWS;
+    const int present = static_cast<int>(min(rows - first, static_cast<long long>(PROJECT_ROWS)));
+    project(Given{matrices + (matrix * rows + first) * cols}, present, cols, right + matrix * cols * rank,
+            static_cast<int>(rank), out + (matrix * rows + first) * rank);
+}
+
+// lowrank_begin: for all matrices of a table stacked = factor * buffer + old (null: none), and left = that times right.
+// factor_at: where the factor is; null for `factor`.
+extern "C" __global__ void lowrank_begin(const Matrix* table, long long count, const float* buffer, const float* old,
+                                         const float* factor_at, double factor, const float* right, long long rank,
+                                         float* left, float* stacked) {
+    const Matrix one = matrix_of_block<false>(table, count);
+    const long long first = (blockIdx.x - one.first_rows) * PROJECT_ROWS;
+    const int present = static_cast<int>(min(one.rows - first, static_cast<long long>(PROJECT_ROWS)));
+    const long long at = one.kept + first * one.cols;
+    const Filled lines{buffer + one.place + first * one.cols, old == nullptr ? old : old + at, stacked + at,
+                       factor_at == nullptr ? static_cast<float>(factor) : *factor_at};
+    project(lines, present, one.cols, right + one.right * rank, static_cast<int>(rank), left + (one.left + first) * rank);
 }

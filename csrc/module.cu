@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "cast.cuh"
+#include "commit.cuh"
 #include "dequantize.cuh"
 #include "factors.cuh"
 #include "lowrank.cuh"
@@ -56,6 +57,7 @@ const std::map<std::string, Kernel>& kernels() {
         KERNEL(sparse_decode),
         KERNEL(factor_absmax), KERNEL(factor_gram), KERNEL(factor_solve),
         KERNEL(lowrank_decode), KERNEL(lowrank_project), KERNEL(lowrank_subtract),
+        KERNEL(lowrank_decode_all), KERNEL(lowrank_subtract_all), KERNEL(lowrank_begin), KERNEL(commit),
     };
     return table;
 }

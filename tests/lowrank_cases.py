@@ -6,9 +6,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from commopt.aggregate.matrices import RankRule, matrix_plan
+from commopt.feedback import Layout
 from commopt.kernels import lowrank
 from commopt.kernels import lowrank_reference as reference
 from commopt.kernels.loader import Loader
+from commopt.kernels.lowrank import MatrixTable
 from tests.emulator import launched_by
 
 SHAPES = ((1, 1, 1), (3, 7, 1), (2, 9000, 1), (3, 40, 4), (2, 3500, 4), (1, 900, 16), (2, 17, 17), (2, 600, 32))
@@ -77,6 +80,45 @@ class Check:
         assert ((arena[7:-7].view(wanted.shape).cpu() - wanted).abs() <= bound).all()
         assert (arena[:7] == 7).all()
         assert (arena[-7:] == 7).all()
+
+    def all_at_once(self, shapes: tuple[tuple[int, int], ...], matrix_rank: int, factor: Tensor | float) -> None:
+        """Make matrices of a buffer and their residual, and multiply, subtract, decode; nothing else may be written."""
+        plan = matrix_plan(Layout.of_parameters(_with_vectors(shapes)), RankRule(1, 1.0, ()))
+        assert len(plan.matrices) == len(shapes)
+        rights, lefts = (torch.randn(plan.rows[side], matrix_rank) for side in ("right", "left"))
+        buffer, old = torch.randn(plan.layout.numel), torch.randn(plan.stacked.numel)
+        table = MatrixTable.of(plan.table, torch.device(self._device))
+        made, subtracted, decoded = (torch.full((numel,), 7.0) for numel in (old.numel(), old.numel(), buffer.numel()))
+        products = torch.full_like(lefts, 7.0)
+        moved = [each.to(self._device) for each in (buffer, old, rights, lefts, made, products, decoded)]
+        with launched_by(self._loader):
+            began = lowrank.begin_all(table, moved[0], moved[1], factor, moved[2], moved[5], moved[4])
+            assert began == (matrix_rank <= 4)
+            made, products = moved[4].cpu().clone(), moved[5].cpu()
+            assert lowrank.multiply_all("subtract", table, moved[3], moved[2], moved[4])
+            assert lowrank.multiply_all("decode", table, moved[3], moved[2], moved[6])
+            subtracted, decoded = moved[4].cpu(), moved[6].cpu()
+            for group in plan.groups:
+                left, right = group.factors("left", lefts), group.factors("right", rights)
+                each = [part.to(self._device) for part in (group.stack(made).clone(), left, right)]
+                lowrank.subtract(*each)
+                assert torch.equal(each[0].cpu(), group.stack(subtracted)), "subtract"
+                lowrank.decode(each[1], each[2], each[0])
+                for number, (matrix, first, last) in enumerate(group.ranges):
+                    wanted = torch.addcmul(old[first:last], buffer[matrix.begin : matrix.end], torch.tensor(0.25))
+                    assert not began or torch.allclose(made[first:last], wanted, rtol=1e-5, atol=1e-6), "begin"
+                    assert torch.equal(each[0][number].cpu().view(-1), decoded[matrix.begin : matrix.end]), "decode"
+                    decoded[matrix.begin : matrix.end] = 7.0
+                if began:
+                    each = [part.to(self._device) for part in (group.stack(made).clone(), right, left)]
+                    lowrank.project(*each)
+                    assert torch.equal(each[2].cpu(), group.factors("left", products)), "project"
+        assert (decoded == 7).all()
+
+
+def _with_vectors(shapes: tuple[tuple[int, int], ...]) -> list[tuple[str, tuple[int, ...]]]:
+    parts = ((f"{number} matrix", shape) for number, shape in enumerate(shapes))
+    return [part for matrix in parts for part in (matrix, (f"{matrix[0]}.bias", (3,)))]
 
 
 def orthonormal(count: int, rows: int, matrix_rank: int) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from commopt.kernels import loader, quantize, sparse
 from commopt.kernels.codec import Codec, Encoding
-from commopt.kernels.cpu import DTYPES, CpuKernels
+from commopt.kernels.cpu import DTYPES, CpuKernels, copy_parts, parts_of
 from commopt.kernels.sparse import SparseRow
 from tests import quantize_cases, sparse_cases
 from tests.payloads import ResidualUse
@@ -79,6 +79,19 @@ def test_threads_and_processors_change_no_bit(target: Any, codec: Codec, monkeyp
         quantize.accumulate(codec, rows.payload, total)
         made.append((rows.payload.clone(), total))
     assert all(torch.equal(*pair) for pair in zip(*made, strict=True))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_parts_are_copied_and_nothing_beside_them(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "cpu_threads", lambda: threads)
+    source, target, long = torch.randn(2**19), torch.zeros(2**19), 2**18 + 37
+    parts = [(0, 3, 5), (7, long + 20, 0), (11, 9, long), (long + 12, long + 9, 1)]
+    expected = target.clone()
+    for here, there, numel in parts:
+        expected[there : there + numel] = source[here : here + numel]
+    assert copy_parts(source, target, parts_of(parts))
+    assert torch.equal(target, expected)
+    assert not copy_parts(source.double(), target.double(), parts_of(parts))
 
 
 @pytest.mark.parametrize("contents", CONTENTS)

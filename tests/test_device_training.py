@@ -27,7 +27,7 @@ ENCODED = {
     "hierarchical_onebit": "encode_sign_rms",
     "hierarchical_dgc:density=0.05": "sparse_accumulate",
     "dgc:density=0.05": "sparse_decode",
-    "hierarchical_powersgd": "lowrank_subtract",
+    "hierarchical_powersgd": "lowrank_subtract_all",
     "powersgd": "factor_solve",
 }
 # Sums in another order than torch's: of columns, and the means that are levels.

@@ -19,9 +19,10 @@ from commopt.kernels import loader
 from commopt.kernels.codec import Codec
 from commopt.kernels.loader import Loader
 from commopt.kernels.philox import uniform
+from commopt.kernels.residual import commit
 from commopt.kernels.sparse import SparseRow
 from tests import lowrank_cases, quantize_cases, sparse_cases
-from tests.emulator import Emulator, on_the_cpu
+from tests.emulator import Emulator, launched_by, on_the_cpu
 from tests.lowrank_cases import SHAPES, orthonormal, spread
 from tests.payloads import ResidualUse
 from tests.quantize_cases import DTYPES, RNG, codec_id, codecs, exact_values, random_values
@@ -54,6 +55,20 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
         yield Kernels(loader._load(request.param), "cuda")
     except ImportError as error:
         pytest.skip(f"{request.param}: {error}")
+
+
+@pytest.mark.parametrize("numel", [0, 1, 4095, 4096, 9001])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_a_commit_overwrites_or_leaves(kernels: Kernels, numel: int, offset: int) -> None:
+    staged, before = torch.randn(numel), torch.randn(numel + 8)
+    for committed in (True, False):
+        values, flag = before.to(kernels.device), torch.tensor(committed, device=kernels.device)
+        with launched_by(kernels.loader):
+            commit(flag, staged.to(kernels.device), values[offset : offset + numel])
+        wanted = before.clone()
+        if committed:
+            wanted[offset : offset + numel] = staged
+        assert torch.equal(values.cpu(), wanted)
 
 
 @pytest.fixture(params=[False, True])
@@ -345,6 +360,14 @@ class TestLowrank:
     @pytest.mark.parametrize("shape", [(1, 1, 1, 1), (3, 5, 7, 2), (2, 8, 130, 3), (2, 65, 300, 4), (1, 30, 20, 5)])
     def test_project(self, check: lowrank_cases.Check, shape: tuple[int, int, int, int]) -> None:
         check.project(*shape)
+
+    @pytest.mark.parametrize("factor", [0.25, torch.tensor(0.25)], ids=["number", "tensor"])
+    @pytest.mark.parametrize("matrix_rank", [1, 3, 4, 7, 40])
+    def test_matrices_of_many_shapes(
+        self, check: lowrank_cases.Check, kernels: Kernels, matrix_rank: int, factor: Tensor | float
+    ) -> None:
+        factor = factor.to(kernels.device) if isinstance(factor, Tensor) else factor
+        check.all_at_once(((70, 150), (5, 7), (9, 130), (70, 150), (64, 128), (130, 20)), matrix_rank, factor)
 
     def test_a_gram_matrix_that_roundings_made_indefinite(self, emulator: Emulator) -> None:
         """Exact arithmetic knows no such matrix; the root of a negative pivot would be NaN."""

@@ -18,17 +18,17 @@ from tests.test_cuda_streams import Echo
 BOUNDS = {
     ("flat", 2): (0, 2, 55),
     ("hierarchical_bf16", 2): (0, 5, 130),
-    ("hierarchical_quantized", 2): (2, 10, 190),
-    ("hierarchical_quantized:bits=4", 2): (2, 10, 190),
-    ("hierarchical_quantized:bits=2", 2): (2, 9, 190),
-    ("hierarchical_onebit", 2): (2, 20, 250),
-    ("hierarchical_dgc", 2): (10, 21, 280),
-    ("hierarchical_powersgd", 2): (20, 36, 375),
-    ("hierarchical_quantized", 4): (3, 11, 250),
-    ("hierarchical_dgc", 4): (20, 38, 450),
-    ("hierarchical_powersgd", 4): (20, 36, 400),
+    ("hierarchical_quantized", 2): (3, 8, 185),
+    ("hierarchical_quantized:bits=4", 2): (3, 8, 185),
+    ("hierarchical_quantized:bits=2", 2): (3, 7, 185),
+    ("hierarchical_onebit", 2): (3, 18, 255),
+    ("hierarchical_dgc", 2): (11, 19, 280),
+    ("hierarchical_powersgd", 2): (13, 27, 280),
+    ("hierarchical_quantized", 4): (5, 8, 255),
+    ("hierarchical_dgc", 4): (22, 35, 460),
+    ("hierarchical_powersgd", 4): (13, 27, 310),
 }
-REPLAYED = 60  # functions
+REPLAYED = 36  # functions
 
 
 @pytest.mark.parametrize(("preset", "size"), BOUNDS, ids=str)

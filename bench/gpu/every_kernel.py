@@ -20,11 +20,14 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from commopt.aggregate.matrices import RankRule, matrix_plan
 from commopt.command_line import CommandParser
 from commopt.errors import ConfigurationError
+from commopt.feedback import Layout
 from commopt.kernels import lowrank, quantize, sources, sparse
 from commopt.kernels.codec import Codec, CodecName, Encoding, ErrorFeedback, RngKey
 from commopt.kernels.loader import VARIABLE, loader_for
+from commopt.kernels.residual import commit
 from commopt.kernels.sparse import BLOCK, SparseRow
 
 Call = Callable[[], object]
@@ -92,6 +95,26 @@ def _low_rank(device: torch.device) -> Iterator[Call]:
         yield partial(lowrank.subtract, matrices, left, right)
 
 
+def _matrices(device: torch.device) -> Iterator[Call]:
+    parts = [("some", (70, 150)), ("bias", (3,)), ("others", (37, 5)), ("more", (9, 130))]
+    plan = matrix_plan(Layout.of_parameters(parts), RankRule(1, 1.0, ()))
+    table = lowrank.MatrixTable.of(plan.table, device)
+    for matrix_rank, factor in ((1, 0.5), (4, torch.tensor(0.5, device=device)), (33, 0.5)):
+        left, right = (_random((plan.rows[side], matrix_rank), device) for side in ("left", "right"))
+        buffer, old = _random(plan.layout.numel, device), _random(plan.stacked.numel, device)
+        for kept in (None, old):
+            made = torch.empty_like(old)
+            yield partial(lowrank.begin_all, table, buffer, kept, factor, right, torch.empty_like(left), made)
+        yield partial(lowrank.multiply_all, "subtract", table, left, right, old)
+        yield partial(lowrank.multiply_all, "decode", table, left, right, buffer)
+
+
+def _commit(device: torch.device) -> Iterator[Call]:
+    for numel, committed in ((4099, True), (4096, True), (5, False)):
+        flag = torch.tensor(committed, device=device)
+        yield partial(commit, flag, _random(numel, device), _random(numel, device))
+
+
 # By what they are of. Calls of a group belong together: what one writes the next reads.
 GROUPS: dict[str, list[Callable[[torch.device], Iterator[Call]]]] = {
     "quantize": [
@@ -100,7 +123,8 @@ GROUPS: dict[str, list[Callable[[torch.device], Iterator[Call]]]] = {
     ],
     "cast": [_cast],
     "sparse": [partial(_sparse, dtype) for dtype in _DTYPES],
-    "lowrank": [_low_rank],
+    "lowrank": [_low_rank, _matrices],
+    "commit": [_commit],
 }
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from zlib import crc32
 
 import torch
@@ -18,6 +19,7 @@ from commopt.feedback import SAMPLE_EVERY_STEPS, BufferContext, Factors, Feedbac
 from commopt.kernels import lowrank
 from commopt.kernels.finite import all_finite
 from commopt.kernels.loader import cpu_kernels
+from commopt.kernels.lowrank import MatrixTable
 from commopt.kernels.residual import cache_numel
 
 _MOST_ADDED_ALONE = 2  # matrices of a GPU: a launch costs more than another pass over more of them
@@ -102,6 +104,8 @@ class Exchange:
 
     def _project(self, rights: Tensor, left: Tensor) -> None:
         """Make the matrices M of gradients and residuals, and set `left` to M Q for each."""
+        if self._begins_at_once(rights, left):
+            return
         together = self._device.type == "cuda"
         if together:
             self._fill(self._plan.groups)
@@ -110,10 +114,28 @@ class Exchange:
                 self._fill((group,))  # a cache still holds what was just written
             lowrank.project(group.stack(self._stacked), group.factors("right", rights), group.factors("left", left))
 
+    def _begins_at_once(self, rights: Tensor, left: Tensor) -> bool:
+        """Do it by one kernel for all matrices; return False where that cannot."""
+        residual, table = self._residual, self._device_table
+        if table is None or (residual is not None and residual.decay != 1.0):
+            return False
+        old = None if residual is None else residual.old
+        return lowrank.begin_all(table, self._buffer, old, self._factor, rights, left, self._stacked)
+
+    @cached_property
+    def _device_table(self) -> MatrixTable | None:
+        """The matrices for kernels that take all of them at once; None where there are none."""
+        kernels = lowrank.kernels_for(self._device, self._matrix_rank)
+        return None if kernels is None else self._plan.table_on(self._device)
+
     def _refresh(self, left: Tensor, right: Tensor) -> None:
         """Set `right` to M^T P for each matrix M, and subtract the product from M: the residual is left."""
+        table = self._device_table
         for group in self._plan.parts(cache_numel(self._device)):
-            lowrank.refresh(group.stack(self._stacked), group.factors("left", left), group.factors("right", right))
+            factors = group.factors("left", left), group.factors("right", right)
+            lowrank.refresh(group.stack(self._stacked), *factors, subtracts=table is None)
+        if table is not None:
+            lowrank.multiply_all("subtract", table, left, right, self._stacked)
         self._sample()
 
     def _matrices(self) -> Tensor:
@@ -261,14 +283,19 @@ class Exchange:
     def _decode(self, left: Tensor, right: Tensor, finite: Tensor, sums: Sums) -> None:
         """Put the products of the factors into the buffer."""
         direct = self._buffer.dtype == torch.float32
+        table = self._device_table
+        at_once = table is not None and lowrank.multiply_all("decode", table, left, right, self._buffer)
+        if at_once and self._mask is None and not self._rounds:
+            return
         for group in self._plan.groups:
             lefts, rights = group.factors("left", left), group.factors("right", right)
             for number, (matrix, first, last) in enumerate(group.ranges):
                 target = values = self._buffer[matrix.begin : matrix.end]
                 if not direct:
                     values = self._context.scratch.take("decoded", last - first, torch.float32, self._device)
-                one = slice(number, number + 1)
-                lowrank.decode(lefts[one], rights[one], values.view(1, group.rows, group.cols))
+                if not at_once:
+                    one = slice(number, number + 1)
+                    lowrank.decode(lefts[one], rights[one], values.view(1, group.rows, group.cols))
                 if self._mask is not None:
                     self._mask.clear(values, first)
                 self._keep_rounding(first, values, sums)

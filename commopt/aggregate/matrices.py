@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from commopt.feedback import Layout, Piece, Side, Spans, gaps, joined_spans, matches
+from commopt.kernels.lowrank import MatrixTable
 
 _OVERSAMPLING = 8
 _MOST_PADDED = 4  # times the height of a factor
@@ -131,7 +132,17 @@ class MatrixPlan:
             for n, (matrix, first, _) in enumerate(group.ranges):
                 factors = group.left_row + n * group.rows, group.right_row + n * group.cols
                 rows.append((matrix.begin, first, group.rows, group.cols, *factors))
-        return torch.tensor(rows, dtype=torch.int64, device="cpu")
+        return torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 6)
+
+    def table_on(self, device: torch.device) -> MatrixTable:
+        """Return the same as the kernels of a GPU take it."""
+        if device not in self._tables:
+            self._tables[device] = MatrixTable.of(self.table, device)
+        return self._tables[device]
+
+    @cached_property
+    def _tables(self) -> dict[torch.device, MatrixTable]:
+        return {}
 
     @cached_property
     def height_table(self) -> dict[Side, Tensor]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from glob import escape
+from itertools import accumulate
 from math import ceil
 from typing import TYPE_CHECKING, Literal
 
@@ -20,6 +21,7 @@ from commopt.aggregate.base import Action, WorkKind, call, work
 from commopt.compress import Cast, Compressor, Exact
 from commopt.feedback import Layout, Piece, Scratch, Spans, joined_spans, matches
 from commopt.groups import Team, TeamShape
+from commopt.kernels.cpu import copy_parts, parts_of
 
 if TYPE_CHECKING:
     from commopt.aggregate.packed import Packing
@@ -67,6 +69,15 @@ class Region:
         return self._chunk_layouts[number]
 
     @cached_property
+    def _parts(self) -> tuple[Tensor, Tensor]:
+        """The copies that `read` and `write` make."""
+        ends = accumulate(end - begin for begin, end in self.spans)
+        parts = [
+            (begin, last - (end - begin), end - begin) for (begin, end), last in zip(self.spans, ends, strict=True)
+        ]
+        return parts_of(parts), parts_of((there, here, numel) for here, there, numel in parts)
+
+    @cached_property
     def _chunk_layouts(self) -> dict[int, Layout]:
         return {}
 
@@ -76,6 +87,8 @@ class Region:
             begin, end = self.spans[0]
             return buffer[begin:end]
         joined = scratch.take(f"{tag} at {self.offset}", self.numel, buffer.dtype, buffer.device)
+        if copy_parts(buffer, joined, self._parts[0]):
+            return joined
         return torch.cat([buffer[begin:end] for begin, end in self.spans], out=joined)
 
     def target(self, buffer: Tensor, dtype: torch.dtype, numel: int, scratch: Scratch) -> Tensor:
@@ -86,7 +99,7 @@ class Region:
 
     def write(self, buffer: Tensor, values: Tensor) -> None:
         """Put `values` where `read` found them, unless `target` has put them there already."""
-        if values.data_ptr() == buffer.data_ptr():
+        if values.data_ptr() == buffer.data_ptr() or copy_parts(values, buffer, self._parts[1]):
             return
         targets = [buffer[begin:end] for begin, end in self.spans]
         torch._foreach_copy_(targets, list(values.split([target.numel() for target in targets])))

@@ -88,6 +88,7 @@ class Replays:
         self.count = count
         self._failed = False  # one warning is enough
         self._buckets: dict[Hashable, _Seen] = {}
+        self._phase: tuple[object, int, int] = None, 0, 0  # of an aggregator at a step
 
     def replay(self, task: Reduction) -> bool:
         """Average the bucket of `task` by its graphs, on the current stream; return False where there are none yet.
@@ -103,7 +104,10 @@ class Replays:
         if bucket is None:
             self._forget_others(task)
             bucket = self._buckets[key] = _Seen(task.layout, self._place(task), alive=[task.aggregator, task.team])
-        if bucket.never or not self._is_settled(task):
+        memory = self.store.buffers.get(task.layout)
+        if memory is None or memory.sender is not task.aggregator or not memory.complete:
+            return False  # not all residuals of the bucket are where the last steps had them
+        if bucket.never:
             return False
         program = bucket.program
         if program is None or not self._fits(program, task):
@@ -114,7 +118,10 @@ class Replays:
             return False  # on all ranks alike: they may exchange which elements are untouched
         else:
             self._repeat_on_host(program, task)
-        self._launch(program, task)
+        if self.moves:
+            self._launch_elsewhere(program, task)
+        else:
+            program.segments.replay()
         self.count += 1
         return True
 
@@ -122,10 +129,15 @@ class Replays:
         step, buffer, source = task.step, task.buffer, task.source
         number, scaler = step.number, step.scaler
         scale = None if scaler is None else getattr(scaler, "_scale", None)
+        aggregator, of_step, phase = self._phase
+        if aggregator is not task.aggregator or of_step != number:
+            phase = task.aggregator.phase(number)
+            self._phase = task.aggregator, number, phase
+        place = None if self.moves else buffer.data_ptr()
         return (
             (task.layout, task.number, task.last, task.scale, task.unit, task.spans),
-            (self._place(task), buffer.numel(), buffer.dtype, None if source is None else source.numel()),
-            (id(task.aggregator), id(task.team), task.aggregator.phase(number), number % SAMPLE_EVERY_STEPS == 0),
+            (place, buffer.numel(), buffer.dtype, None if source is None else source.numel()),
+            (id(task.aggregator), id(task.team), phase, number % SAMPLE_EVERY_STEPS == 0),
             (None if scale is None else scale.data_ptr(), self.store.transaction.per_step),
         )
 
@@ -141,11 +153,6 @@ class Replays:
             if (each.layout, each.place) == now or not each.layout.shares_names(task.layout)
         }
 
-    def _is_settled(self, task: Reduction) -> bool:
-        """Return whether all residuals of the bucket are where the last steps had them."""
-        memory = self.store.buffers.get(task.layout)
-        return memory is not None and memory.sender is task.aggregator and memory.complete
-
     def _fits(self, program: _Program, task: Reduction) -> bool:
         """Return whether everything that the graphs work with is where it was."""
         transaction = self.store.transaction
@@ -153,8 +160,9 @@ class Replays:
             now, then = transaction.snapshot(), program.begins
             if now.residuals.keys() != then.residuals.keys() or not _same(now.tensors(), then.tensors()):
                 return False
-        if not _are_there(program.places):
-            return False
+        for each, name, value in program.places:  # not by a function: every bucket comes here
+            if getattr(each, name) is not value:
+                return False
         return not program.masks or all(_same(mask.tensors(), tensors) for mask, tensors in program.masks)
 
     # ------------------------------------------------------------------------------------- capture
@@ -258,10 +266,8 @@ class Replays:
         if program.beside is not None:
             store.beside += program.beside
 
-    def _launch(self, program: _Program, task: Reduction) -> None:
-        if not self.moves:
-            program.segments.replay()
-            return
+    def _launch_elsewhere(self, program: _Program, task: Reduction) -> None:
+        """Replay a bucket where it was captured, and copy the result back."""
         there, source = program.kept[:2]
         assert isinstance(there, Tensor)
         if task.source is not None and isinstance(source, Tensor):
@@ -273,10 +279,7 @@ class Replays:
 
 
 def _are_there(places: Sequence[tuple[object, str, object]]) -> bool:
-    for each, name, value in places:  # noqa: SIM110 -- a generator would be a call for each
-        if getattr(each, name) is not value:
-            return False
-    return True
+    return all(getattr(each, name) is value for each, name, value in places)
 
 
 def _same(these: Any, those: Any) -> bool:

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from commopt.feedback.residual import Residual, round_stochastically
 from commopt.feedback.scratch import Scratch
+from commopt.kernels.cpu import copy_parts, parts_of
 from commopt.kernels.finite import all_finite, all_true
+from commopt.kernels.residual import commit
 
 
 @dataclass(eq=False, slots=True)
@@ -171,11 +173,13 @@ class Transaction:
                     seed = crc32(f"{residual.path} {residual.kind} {number} of {rank} {self.steps}".encode())
                     staged = round_stochastically(staged, seed)
                 if known:
-                    residual.values.copy_(staged)
+                    whole = parts_of([(0, 0, staged.numel())])
+                    if not copy_parts(staged, residual.values, whole):
+                        residual.values.copy_(staged)
                 else:
-                    torch.where(finite, staged, residual.values, out=residual.values)
+                    commit(finite, staged, residual.values)
         for factors, staged in self._staged_factors:
-            torch.where(finite, staged, factors, out=factors)
+            commit(finite, staged, factors)
         if isinstance(self.dropped, int):
             self.dropped = self.dropped + (~finite).long()
         else:

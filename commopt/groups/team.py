@@ -209,14 +209,7 @@ class Team(TeamShape):
         """
         if self.size == 1:
             tensors[0].copy_(tensors[-1])
-        elif (captured := segments.capturing()) is not None:
-            captured.between(partial(self._call, primitive, call, *tensors, over_gloo=over_gloo, **how))
-        else:
-            self._call(primitive, call, *tensors, over_gloo=over_gloo, **how)
-
-    def _call(
-        self, primitive: str, call: Collective, *tensors: Tensor, over_gloo: Collective | None = None, **how: Any
-    ) -> None:
+            return
         output, source = tensors[0], tensors[-1]
         backend = self.backend(output.device)
         on_gloo = backend == "gloo"
@@ -224,15 +217,18 @@ class Team(TeamShape):
             call = over_gloo
         elif backend == "nccl":
             call = _OVER_NCCL.get(primitive, call)
+        if on_gloo and output.device.type != "cpu":
+            call = partial(_by_way_of_the_host, call)
+        if (captured := segments.capturing()) is not None:
+            captured.between(partial(self._call, primitive, call, *tensors, **how))  # replays are never recorded
+            return
+        with recording.primitive(self.level, primitive, source.nbytes):
+            self._call(primitive, call, *tensors, **how)
+
+    def _call(self, primitive: str, call: Collective, *tensors: Tensor, **how: Any) -> None:
         group = self._require_group(primitive)
         try:
-            with recording.primitive(self.level, primitive, source.nbytes):
-                if output.device.type == "cpu" or not on_gloo:
-                    call(*tensors, group=group, **how)
-                else:
-                    here = [tensor.cpu() for tensor in tensors]
-                    call(*here, group=group, **how)
-                    output.copy_(here[0])
+            call(*tensors, group=group, **how)
         except RuntimeError as error:
             self._raise_of_peer(error, primitive)
             raise
@@ -250,6 +246,13 @@ class Team(TeamShape):
         """Raise a TransportError for an error that may come from a peer."""
         if not isinstance(error, CommoptError) and _may_come_from_a_peer(error):
             raise TransportError(f"{primitive} over ranks {self.ranks} failed: {error}") from error
+
+
+def _by_way_of_the_host(call: Collective, *tensors: Tensor, **how: Any) -> None:
+    """Call a collective on copies in host memory, and copy the first back."""
+    here = [tensor.cpu() for tensor in tensors]
+    call(*here, **how)
+    tensors[0].copy_(here[0])
 
 
 def _may_come_from_a_peer(error: RuntimeError) -> bool:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block quantization and sparse rows on the CPU by `commopt._cpu`, with the names and arguments of the CUDA kernels."""
+"""Block quantization, sparse rows and copies on the CPU by `commopt._cpu`; without it plain torch computes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -58,3 +59,20 @@ def sparse_kernels(device: torch.device, *dtypes: torch.dtype) -> Any | None:
     dtypes: of values, dense and in the rows.
     """
     return loader.cpu_kernels() if device.type == "cpu" and set(dtypes) <= set(DTYPES) else None
+
+
+def parts_of(copies: Iterable[tuple[int, int, int]]) -> Tensor:
+    """Return a table for `copy_parts`: the first element to copy, where it goes, and how many follow it."""
+    return torch.tensor(list(copies), dtype=torch.int64, device="cpu").view(-1, 3)
+
+
+def copy_parts(source: Tensor, target: Tensor, parts: Tensor) -> bool:
+    """Copy parts of a contiguous tensor to another past the caches, or return False where the kernels cannot.
+
+    torch reads what it overwrites first, which takes half as long again.
+    """
+    module = loader.cpu_kernels() if source.device.type == "cpu" and target.device.type == "cpu" else None
+    if module is None or not source.dtype == target.dtype == torch.float32:
+        return False
+    module.copy(source.data_ptr(), target.data_ptr(), parts.data_ptr(), len(parts), loader.cpu_threads())
+    return True

@@ -8,6 +8,7 @@ or [count, cols, r] (right): the P or Q of PowerSGD (arXiv 1905.13727), with r c
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import sqrt
 from typing import Any, Literal
@@ -119,15 +120,19 @@ def project(matrices: Tensor, right: Tensor, left: Tensor) -> None:
         cpu.lowrank_project(*pointers, *matrices.shape, left.shape[2], loader.cpu_threads())
 
 
-def refresh(matrices: Tensor, left: Tensor, right: Tensor) -> None:
-    """Set `right` [count, cols, r] to M^T left for each matrix M [rows, cols], then subtract left right^T from M."""
+def refresh(matrices: Tensor, left: Tensor, right: Tensor, *, subtracts: bool = True) -> None:
+    """Set `right` [count, cols, r] to M^T left for each matrix M [rows, cols], then subtract left right^T from M.
+
+    subtracts: False where the caller does, by `multiply_all`.
+    """
     from commopt.kernels import lowrank_reference as reference
 
     _check_product(left, right, matrices)
-    cpu = _cpu(matrices.device)
+    cpu = _cpu(matrices.device) if subtracts else None
     if cpu is None:
         reference.project(matrices.transpose(1, 2), left, right)
-        subtract(matrices, left, right)
+        if subtracts:
+            subtract(matrices, left, right)
     else:
         pointers = matrices.data_ptr(), left.data_ptr(), right.data_ptr()
         cpu.lowrank_refresh(*pointers, *matrices.shape, left.shape[2], loader.cpu_threads())
@@ -145,6 +150,65 @@ def decode(left: Tensor, right: Tensor, out: Tensor) -> None:
 def subtract(matrices: Tensor, left: Tensor, right: Tensor) -> None:
     """Subtract left right^T from `matrices` [count, rows, cols], in place, in float32 arithmetic."""
     _multiply("subtract", left, right, matrices)
+
+
+@dataclass(frozen=True)
+class MatrixTable:
+    """Matrices of any shapes, for the kernels of a GPU that take all of them at once.
+
+    rows: int64 [matrices, 8], see csrc/lowrank.cuh. tiles, row_blocks: how many CUDA blocks have tiles, or rows.
+    """
+
+    rows: Tensor
+    tiles: int
+    row_blocks: int
+
+    @classmethod
+    def of(cls, rows: Tensor, device: torch.device) -> MatrixTable:
+        """Return the one on a device. rows: int64 [matrices, 6], see csrc/cpu/kernels.hpp."""
+        height, width = rows[:, 2], rows[:, 3]
+        tiles = -(-height // _TILE_ROWS) * -(-width // _TILE_COLS)
+        row_blocks = -(-height // _PROJECT_ROWS)
+        firsts = [each.cumsum(0) - each for each in (tiles, row_blocks)]
+        table = torch.cat((rows, torch.stack(firsts, 1)), 1).to(device)
+        return cls(table, int(tiles.sum()), int(row_blocks.sum()))
+
+
+def begin_all(
+    table: MatrixTable,
+    buffer: Tensor,
+    old: Tensor | None,
+    factor: Tensor | float,
+    right: Tensor,
+    left: Tensor,
+    stacked: Tensor,
+) -> bool:
+    """Make M = factor * gradient + old of all matrices, stacked, and set `left` to M right for each, in one pass.
+
+    Factors are [rows of all, r]; everything else is float32, 1-D. Returns False where there is no kernel for it.
+    """
+    rank = right.shape[1]
+    kernels = loader.loader_for(buffer.device) if rank <= _FEW_COLUMNS else None
+    if kernels is None or buffer.dtype != torch.float32:
+        return False
+    scale = (factor.data_ptr(), 0.0) if isinstance(factor, Tensor) else (0, float(factor))
+    rest = (right.data_ptr(), rank, left.data_ptr(), stacked.data_ptr())
+    arguments = (table.rows.data_ptr(), len(table.rows), buffer.data_ptr(), address(old), *scale, *rest)
+    kernels.queue(buffer.device, "lowrank_begin", table.row_blocks, _PROJECT_THREADS, arguments)
+    return True
+
+
+def multiply_all(
+    name: Literal["decode", "subtract"], table: MatrixTable, left: Tensor, right: Tensor, out: Tensor
+) -> bool:
+    """Do to all matrices what `decode` does to a buffer, or `subtract` to stacked ones; all as for `begin_all`."""
+    kernels = loader.loader_for(out.device)
+    if kernels is None or out.dtype != torch.float32:
+        return False
+    factors = (left.data_ptr(), right.data_ptr(), left.shape[1])
+    arguments = (table.rows.data_ptr(), len(table.rows), *factors, out.data_ptr())
+    kernels.queue(out.device, f"lowrank_{name}_all", table.tiles if left.shape[1] else 0, _THREADS, arguments)
+    return True
 
 
 def _orthogonalize(kernels: Loader, factors: Tensor, out: Tensor, initial: Tensor | None) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from commopt.kernels import loader
 from commopt.kernels.codec import ErrorFeedback, RngKey
 from commopt.kernels.philox import sixteen_bits
 
@@ -13,6 +14,7 @@ _LARGEST_BFLOAT16 = torch.finfo(torch.bfloat16).max
 _LOW_BITS = 0xFFFF  # of a float32: a bfloat16 lacks them
 _CPU_CACHE_NUMEL = 2**17
 _CACHE_NUMEL = 2**24  # elsewhere launches cost more than memory traffic
+_COMMIT_THREADS, _COMMIT_NUMEL = 256, 4096
 
 
 def cache_numel(device: torch.device) -> int:
@@ -106,3 +108,16 @@ def round_with_residual(
             round_by_chance(p, sixteen_bits(place + begin, p.numel(), rng_key, p.device), target)
         if feedback is not None:
             feedback.write_new(begin, p, work.copy_(target))
+
+
+def commit(flag: Tensor, staged: Tensor, values: Tensor) -> None:
+    """Overwrite `values` with what is staged if `flag` (bool, 0-d) is true, without waiting for the device to tell.
+
+    Both are contiguous and of one length and dtype. torch.where would read the old values too.
+    """
+    kernels = loader.loader_for(values.device) if values.dtype == staged.dtype == torch.float32 else None
+    if kernels is None:
+        torch.where(flag, staged, values, out=values)
+        return
+    arguments = (flag.data_ptr(), staged.data_ptr(), values.data_ptr(), values.numel())
+    kernels.queue(values.device, "commit", -(-values.numel() // _COMMIT_NUMEL), _COMMIT_THREADS, arguments)

@@ -13,6 +13,8 @@
 
 namespace COMMOPT_TARGET {
 
+constexpr std::int64_t BLOCKS_AT_ONCE = 8;   // short ones: what one waits for, another need not
+constexpr std::int64_t NUMEL_AT_ONCE = 512;  // elements of such
 constexpr std::int64_t NUMEL_OF_A_THREAD = 1 << 17;  // elements that are worth one
 
 // Rows of payload: codes, an entry of 4 bytes for each block, zeros up to a multiple of 16 bytes.
@@ -52,6 +54,8 @@ struct Remainder {
         factor = *loss_scale * factor;
         inverse = 1.0f / *loss_scale;
     }
+
+    const float* of(std::int64_t begin) const { return old == nullptr ? nullptr : old + begin; }
 };
 
 // A block's elements, as float32.
@@ -59,6 +63,7 @@ struct BlockRoom {
     alignas(32) float p[MOST_BLOCK];
     alignas(32) float fresh[MOST_BLOCK];
     alignas(32) float chances[MOST_BLOCK];
+    alignas(32) float sums[MOST_BLOCK];
 };
 
 struct Bfloat16 {
@@ -75,16 +80,53 @@ inline void narrow(float value, Bfloat16* to) {
     to->bits = static_cast<std::uint16_t>(value != value ? bits >> 16 | 0x40u : rounded);
 }
 
-// p = scale * values, zeros behind them.
+inline Floats eight_of(const float* values) { return load(values); }
+inline Floats eight_of(const Bfloat16* values) {
+    typedef std::uint16_t Halves __attribute__((vector_size(16)));
+    Halves halves;
+    std::memcpy(&halves, values, sizeof halves);
+    return as<Floats>(__builtin_convertvector(halves, Words) << 16);
+}
+
+// The p = scale * values + factor * old of a chunk or a block, made where it is asked for.
 template <typename Value>
-inline void scaled(const Value* values, std::int64_t present, std::int64_t block, float scale, float* p) {
-    for (std::int64_t at = 0; at < present; ++at) p[at] = widened(values[at]) * scale;
-    std::fill(p + present, p + block, 0.0f);
+struct Chunk {
+    const Value* values;
+    const float* old;  // null: none
+    float scale, factor;
+
+    float at(std::int64_t k) const {
+        const float value = widened(values[k]) * scale;
+        return old == nullptr ? value : value + old[k] * factor;
+    }
+    Floats eight(std::int64_t k) const {
+        const Floats v = eight_of(values + k) * scale;
+        return old == nullptr ? v : v + load(old + k) * factor;
+    }
+};
+
+// Put a block whose first `present` elements are real into p, zeros behind them; return the absmax.
+template <typename Value>
+inline float fill(const Chunk<Value>& source, std::int64_t present, std::int64_t block, float* p) {
+    Ints most = {};
+    const std::int64_t whole = present / LANES * LANES;
+    if (present < block) {
+        for (std::int64_t k = whole; k < present; ++k) p[k] = source.at(k);
+        std::fill(p + present, p + block, 0.0f);
+        for (std::int64_t k = whole; k < block; k += LANES) most = larger(most, as<Ints>(load(p + k)) & ~SIGN);
+    }
+    for (std::int64_t k = 0; k < whole; k += LANES) {
+        const Floats value = source.eight(k);
+        store(p + k, value);
+        most = larger(most, as<Ints>(value) & ~SIGN);
+    }
+    return largest(most);
 }
 
 // Philox4x32-10 (Salmon et al., SC 2011): numbers in [0, 1) for elements `begin` on, a multiple of 4.
 struct Chances {
     static constexpr int SIDE = 4;  // vectors of four counters each, side by side
+    static constexpr std::uint64_t LOWER = 0xFFFFFFFFu;
     std::uint64_t seed;
     std::uint32_t step, stream;
 
@@ -110,92 +152,126 @@ struct Chances {
                 key0 += 0x9E3779B9u;
                 key1 += 0xBB67AE85u;
             }
-            for (int j = 0; j < SIDE; ++j) {
-                for (int lane = 0; lane < 4; ++lane) {
-                    for (int word = 0; word < 4; ++word) {
-                        const auto bits = static_cast<std::uint32_t>(words[word][j][lane]);
-                        chances[at + 16 * j + 4 * lane + word] = static_cast<float>(bits >> 8) * 0x1p-24f;
-                    }
+            for (int j = 0; j < SIDE; ++j) {  // words of one counter side by side
+                const Longs pairs[2] = {(words[0][j] & LOWER) | words[1][j] << 32,
+                                        (words[2][j] & LOWER) | words[3][j] << 32};
+                for (int half = 0; half < 2; ++half) {
+                    const Longs order = Longs{0, 4, 1, 5} + 2 * half;
+                    const Words bits = as<Words>(__builtin_shuffle(pairs[0], pairs[1], order)) >> 8;
+                    store(chances + at + 16 * j + 8 * half, __builtin_convertvector(as<Ints>(bits), Floats) * 0x1p-24f);
                 }
             }
         }
     }
 };
 
-// Encode the block in `room.p`, whose first `present` elements are real and lie at `begin` of all.
+// Encode the block in `p` to `codes`; leave in `fresh` (null: nowhere), which is 32-byte aligned, what codes lose.
+template <bool STREAMS, typename Codec, typename Rounding>
+inline void write_block(const Codec& codec, const float* p, std::int64_t block, const Rounding& rounding,
+                        std::uint8_t* codes, float* fresh, float inverse) {
+    const Codec decoder(codec.entry());
+    for (std::int64_t k = 0; k < block; k += SUMMED) {
+        Ints found[SUMMED / LANES];
+        for (int j = 0; j < SUMMED / LANES; ++j) {
+            const std::int64_t at = k + j * LANES;
+            const Floats value = load(p + at);
+            found[j] = codec.code(value, rounding, at);
+            if (fresh == nullptr) continue;
+            const Floats lost = (value - decoder.value(found[j])) * inverse;
+            STREAMS ? stream(fresh + at, lost) : store(fresh + at, lost);
+        }
+        write_codes<Codec::BITS>(codes + k / LANES * Codec::BITS, found);
+    }
+}
+
+// Encode the block that `p` and its codec are of, whose first `present` elements are real and lie at `begin` of all.
 template <typename Codec, typename Rounding>
 inline void encode_block(const PayloadRows& rows, std::int64_t row, std::int64_t at, const Remainder& remainder,
-                         const Rounding& rounding, std::int64_t begin, std::int64_t present, BlockRoom& room) {
-    float* const p = room.p;
-    if (remainder.old != nullptr) {
-        const float* const old = remainder.old + begin;
-        for (std::int64_t k = 0; k < present; ++k) p[k] = p[k] + old[k] * remainder.factor;
-    }
-    const Codec codec(p, rows.block, absmax(p, rows.block));
-    const Codec decoder(codec.entry());
+                         const Rounding& rounding, const Codec& codec, const float* p, std::int64_t begin,
+                         std::int64_t present, BlockRoom& room) {
+    float* const fresh = remainder.fresh == nullptr ? nullptr : remainder.fresh + begin;
     std::uint8_t* const codes = rows.codes(row, at);
-    if (remainder.fresh == nullptr) {
-        for (std::int64_t k = 0; k < rows.block; k += LANES) {
-            write_codes<Codec::BITS>(codes + k / LANES * Codec::BITS, codec.code(load(p + k), rounding, k));
-        }
+    if (fresh != nullptr && present == rows.block && aligned(fresh)) {
+        write_block<true>(codec, p, rows.block, rounding, codes, fresh, remainder.inverse);
     } else {
-        const bool direct = present == rows.block && aligned(remainder.fresh + begin);
-        float* const fresh = direct ? remainder.fresh + begin : room.fresh;
-        for (std::int64_t k = 0; k < rows.block; k += LANES) {
-            const Floats value = load(p + k);
-            const Ints code = codec.code(value, rounding, k);
-            write_codes<Codec::BITS>(codes + k / LANES * Codec::BITS, code);
-            const Floats lost = (value - decoder.value(code)) * remainder.inverse;
-            direct ? stream(fresh + k, lost) : store(fresh + k, lost);
-        }
-        streamed();
-        if (!direct) std::copy(room.fresh, room.fresh + present, remainder.fresh + begin);
+        write_block<false>(codec, p, rows.block, rounding, codes, fresh == nullptr ? fresh : room.fresh,
+                           remainder.inverse);
+        if (fresh != nullptr) std::copy(room.fresh, room.fresh + present, fresh);
     }
     rows.put_entry(row, at, codec.entry());
 }
 
-// sums = the sum of a block over `peers` rows, in their order.
-template <typename Codec>
-inline void add_up_block(const PayloadRows& rows, std::int64_t row, std::int64_t peers, std::int64_t at, float* sums) {
-    const std::uint8_t* codes = rows.codes(row, at);
-    const Codec first(rows.entry(row, at));
+// out = the sum (before, null: nothing) + the values of a block of one row, or of two, in their order.
+template <bool STREAMS, typename Codec>
+inline void add_rows(const PayloadRows& rows, std::int64_t row, std::int64_t count, std::int64_t at,
+                     const float* before, float* out) {
+    const Codec one(rows.entry(row, at)), other(rows.entry(row + count - 1, at));
+    const std::uint8_t *const codes = rows.codes(row, at), *const others = rows.codes(row + count - 1, at);
     for (std::int64_t k = 0; k < rows.block; k += LANES) {
-        store(sums + k, first.value(read_codes<Codec::BITS>(codes + k / LANES * Codec::BITS)));
-    }
-    for (std::int64_t peer = 1; peer < peers; ++peer) {
-        codes = rows.codes(row + peer, at);
-        const Codec codec(rows.entry(row + peer, at));
-        for (std::int64_t k = 0; k < rows.block; k += LANES) {
-            const Floats value = codec.value(read_codes<Codec::BITS>(codes + k / LANES * Codec::BITS));
-            store(sums + k, load(sums + k) + value);
-        }
+        const std::int64_t place = k / LANES * Codec::BITS;
+        Floats total = one.value(read_codes<Codec::BITS>(codes + place));
+        if (before != nullptr) total = load(before + k) + total;
+        if (count == 2) total += other.value(read_codes<Codec::BITS>(others + place));
+        STREAMS ? stream(out + k, total) : store(out + k, total);
     }
 }
 
-// Encode all blocks of `count` rows, of whose elements `numel` are real; `read(begin, present, block, p)` makes them.
-template <typename Codec, bool STOCHASTIC, typename Read>
+// sums = the sum of a block over `peers` rows, in their order, by way of `room`.
+template <bool STREAMS, typename Codec>
+inline void add_up_block(const PayloadRows& rows, std::int64_t row, std::int64_t peers, std::int64_t at, float* room,
+                         float* sums) {
+    const float* before = nullptr;
+    for (; peers > 2; row += 2, peers -= 2, before = room) add_rows<false, Codec>(rows, row, 2, at, before, room);
+    add_rows<STREAMS, Codec>(rows, row, peers, at, before, sums);
+}
+
+// Encode all blocks of `count` rows, of whose elements `numel` are real; `source_of(begin, block, room)` has them.
+template <typename Codec, bool STOCHASTIC, typename SourceOf>
 inline void encode_rows(const PayloadRows& rows, std::int64_t count, std::int64_t numel, const Remainder& remainder,
-                        const Chances& chances, std::int64_t threads, const Read& read) {
+                        const Chances& chances, std::int64_t threads, const SourceOf& source_of) {
+    if (rows.blocks == 0) return;
     const std::int64_t worth = std::clamp<std::int64_t>(numel / NUMEL_OF_A_THREAD, 1, threads);
+    const std::int64_t together = std::clamp<std::int64_t>(NUMEL_AT_ONCE / rows.block, 1, BLOCKS_AT_ONCE);
     spread(count * rows.blocks, 1, worth, [&](std::int64_t first, std::int64_t last) {
         BlockRoom room;
-        for (std::int64_t number = first; number < last; ++number) {
-            const std::int64_t row = number / rows.blocks, at = number % rows.blocks, begin = number * rows.block;
-            const std::int64_t present = std::clamp<std::int64_t>(numel - begin, 0, rows.block);
-            if (at == rows.blocks - 1) rows.end(row);
-            if (present == 0) {
+        Codec codecs[BLOCKS_AT_ONCE];
+        std::int64_t row = first / rows.blocks, at = first % rows.blocks;
+        for (std::int64_t number = first; number < last;) {
+            const std::int64_t begin = number * rows.block;
+            const auto present = [&](std::int64_t k) {
+                return std::clamp<std::int64_t>(numel - begin - k * rows.block, 0, rows.block);
+            };
+            std::int64_t filled = 0;
+            float absmax[BLOCKS_AT_ONCE];
+            for (; filled < std::min({together, last - number, rows.blocks - at}) && present(filled) > 0; ++filled) {
+                const auto source = source_of(begin + filled * rows.block, at + filled, room.sums);
+                absmax[filled] = fill(source, present(filled), rows.block, room.p + filled * rows.block);
+            }
+            for (std::int64_t k = 0; k < filled; ++k) codecs[k] = Codec(room.p + k * rows.block, rows.block, absmax[k]);
+            for (std::int64_t k = 0; k < filled; ++k) {
+                const std::int64_t place = begin + k * rows.block;
+                const float* const p = room.p + k * rows.block;
+                if constexpr (STOCHASTIC) {
+                    chances.fill(place, rows.block, room.chances);
+                    const Stochastic rounding{room.chances};
+                    encode_block(rows, row, at + k, remainder, rounding, codecs[k], p, place, present(k), room);
+                } else {
+                    encode_block(rows, row, at + k, remainder, Nearest{}, codecs[k], p, place, present(k), room);
+                }
+            }
+            if (filled == 0) {
                 std::memset(rows.codes(row, at), Codec::ZEROS, static_cast<std::size_t>(rows.block_nbytes()));
                 rows.put_entry(row, at, 0);
-                continue;
+                filled = 1;
             }
-            read(begin, present, at, room.p);
-            if constexpr (STOCHASTIC) {
-                chances.fill(begin, rows.block, room.chances);
-                encode_block<Codec>(rows, row, at, remainder, Stochastic{room.chances}, begin, present, room);
-            } else {
-                encode_block<Codec>(rows, row, at, remainder, Nearest{}, begin, present, room);
-            }
+            number += filled;
+            at += filled;
+            if (at < rows.blocks) continue;
+            rows.end(row);
+            ++row;
+            at = 0;
         }
+        streamed();
     });
 }
 
@@ -229,16 +305,18 @@ inline void encode(std::int64_t codec, const void* values, std::int64_t dtype, s
         const PayloadRows target{payload, stride, blocks, block, Codec::BITS};
         const Chances chances{static_cast<std::uint64_t>(seed), static_cast<std::uint32_t>(step),
                               static_cast<std::uint32_t>(stream)};
+        const Remainder remainder(old, fresh, loss_scale, decay);
         const float by = static_cast<float>(scale);
-        encode_rows<Codec, decltype(stochastic)::value>(
-            target, rows, numel, Remainder(old, fresh, loss_scale, decay), chances, threads,
-            [&](std::int64_t begin, std::int64_t present, std::int64_t, float* p) {
-                if (dtype == BFLOAT16) {
-                    scaled(static_cast<const Bfloat16*>(values) + begin, present, block, by, p);
-                } else {
-                    scaled(static_cast<const float*>(values) + begin, present, block, by, p);
-                }
-            });
+        const auto encode_all = [&](const auto* from) {
+            using Value = std::decay_t<decltype(*from)>;
+            encode_rows<Codec, decltype(stochastic)::value>(
+                target, rows, numel, remainder, chances, threads,
+                [&](std::int64_t begin, std::int64_t, float*) {
+                    return Chunk<Value>{from + begin, remainder.of(begin), by, remainder.factor};
+                });
+        };
+        if (dtype == BFLOAT16) return encode_all(static_cast<const Bfloat16*>(values));
+        encode_all(static_cast<const float*>(values));
     });
 }
 
@@ -252,11 +330,12 @@ inline void recode(std::int64_t codec, std::uint8_t* payloads, std::int64_t stri
         const PayloadRows target{payload, 0, blocks, block, Codec::BITS};
         const Chances chances{static_cast<std::uint64_t>(seed), static_cast<std::uint32_t>(step),
                               static_cast<std::uint32_t>(stream)};
+        const Remainder remainder(old, fresh, loss_scale, decay);
         encode_rows<Codec, decltype(stochastic)::value>(
-            target, 1, numel, Remainder(old, fresh, loss_scale, decay), chances, threads,
-            [&](std::int64_t, std::int64_t present, std::int64_t at, float* p) {
-                add_up_block<Codec>(sources, 0, peers, at, p);
-                std::fill(p + present, p + block, 0.0f);
+            target, 1, numel, remainder, chances, threads,
+            [&](std::int64_t begin, std::int64_t at, float* room) {
+                add_up_block<false, Codec>(sources, 0, peers, at, room, room);
+                return Chunk<float>{room, remainder.of(begin), 1.0f, remainder.factor};
             });
     });
 }
@@ -271,21 +350,46 @@ inline void decode(std::int64_t codec, std::uint8_t* payload, std::int64_t strid
         const std::int64_t worth = std::clamp<std::int64_t>(numel * peers / NUMEL_OF_A_THREAD, 1, threads);
         spread(rows * blocks, 1, worth, [&](std::int64_t first, std::int64_t last) {
             alignas(32) float sums[MOST_BLOCK];
+            const bool past_caches = numel > NUMEL_OF_A_THREAD && aligned(static_cast<const float*>(values));
             for (std::int64_t number = first; number < last; ++number) {
                 const std::int64_t begin = number * block, present = std::min(numel - begin, block);
                 if (present <= 0) break;
                 float* const wide = static_cast<float*>(values) + begin;
-                const bool direct = dtype == FLOAT32 && present == block;
-                add_up_block<Codec>(sources, number / blocks, peers, number % blocks, direct ? wide : sums);
-                if (direct) continue;
+                const std::int64_t row = number / blocks, at = number % blocks;
+                if (dtype == FLOAT32 && present == block) {
+                    if (past_caches) add_up_block<true, Codec>(sources, row, peers, at, sums, wide);
+                    if (!past_caches) add_up_block<false, Codec>(sources, row, peers, at, sums, wide);
+                    continue;
+                }
+                add_up_block<false, Codec>(sources, row, peers, at, sums, sums);
                 if (dtype == BFLOAT16) {
                     for (std::int64_t k = 0; k < present; ++k) narrow(sums[k], static_cast<Bfloat16*>(values) + begin + k);
                 } else {
                     std::copy(sums, sums + present, wide);
                 }
             }
+            streamed();
         });
     });
+}
+
+// Copy each part: what is long goes past the caches, for it is not needed again soon.
+inline void copy(const float* from, float* to, const Part* parts, std::int64_t count, std::int64_t threads) {
+    for (const Part* each = parts; each != parts + count; ++each) {
+        const float* const source = from + each->from;
+        float* const target = to + each->to;
+        if (each->numel < NUMEL_OF_A_THREAD) {
+            std::copy(source, source + each->numel, target);
+            continue;
+        }
+        const std::int64_t worth = std::clamp<std::int64_t>(each->numel / NUMEL_OF_A_THREAD, 1, threads);
+        spread(each->numel, 2 * LANES, worth, [&](std::int64_t at, std::int64_t last) {
+            for (; !aligned(target + at); ++at) target[at] = source[at];
+            for (; at + LANES <= last; at += LANES) stream(target + at, load(source + at));
+            std::copy(source + at, source + last, target + at);
+            streamed();
+        });
+    }
 }
 
 }  // namespace COMMOPT_TARGET

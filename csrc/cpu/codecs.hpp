@@ -3,7 +3,6 @@
 // Sums over a block are of |value| / absmax, which cannot overflow, and in one order on every processor.
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <cstring>
 
@@ -45,18 +44,26 @@ inline Floats either(Ints mask, Floats yes, Floats no) {
     return as<Floats>((mask & as<Ints>(yes)) | (~mask & as<Ints>(no)));
 }
 
+// The element of `table` that the lowest three bits of each code name.
+inline Floats looked_up(Floats table, Ints codes) {
+#ifdef __AVX2__
+    return reinterpret_cast<Floats>(
+        _mm256_permutevar8x32_ps(reinterpret_cast<__m256>(table), reinterpret_cast<__m256i>(codes)));
+#else
+    Floats found;
+    for (int lane = 0; lane < LANES; ++lane) found[lane] = table[codes[lane] & 7];
+    return found;
+#endif
+}
+
 inline Floats with_sign(Floats v, Ints negative) { return as<Floats>(as<Ints>(v) ^ (negative << 31)); }
 
-// The largest |value| of a block; NaN when it has one, since as integers those are the largest.
-inline float absmax(const float* p, std::int64_t numel) {
-    Ints most = {};
-    for (std::int64_t at = 0; at < numel; at += LANES) {
-        const Ints bits = as<Ints>(load(p + at)) & ~SIGN;
-        most = bits > most ? bits : most;
-    }
+inline Ints larger(Ints one, Ints other) { return one > other ? one : other; }
+
+// The largest of eight |value|, as integers; NaN when there is one, since as integers those are the largest.
+inline float largest(Ints most) {
     for (int distance = 4; distance > 0; distance /= 2) {
-        const Ints others = __builtin_shuffle(most, Ints{0, 1, 2, 3, 4, 5, 6, 7} ^ distance);
-        most = others > most ? others : most;
+        most = larger(most, __builtin_shuffle(most, Ints{0, 1, 2, 3, 4, 5, 6, 7} ^ distance));
     }
     return as<float>(most[0]);
 }
@@ -98,8 +105,9 @@ struct Uniform {
     static constexpr int BITS = B;
     static constexpr std::int32_t TOP = (1 << (B - 1)) - 1;
     static constexpr std::uint8_t ZEROS = B == 8 ? 0x80 : B == 4 ? 0x88 : 0xAA;
-    float scale, inverse;
+    float scale = 0.0f, inverse = 0.0f;
 
+    Uniform() = default;
     Uniform(const float*, std::int64_t, float absmax) : scale(scale_of(absmax, TOP)), inverse(inverse_of(absmax, TOP)) {}
     explicit Uniform(std::uint32_t entry) : scale(as<float>(entry)), inverse(0.0f) {}
 
@@ -113,7 +121,10 @@ struct Uniform {
         return steps + TOP + 1;
     }
 
-    Floats value(Ints code) const { return __builtin_convertvector(code - (TOP + 1), Floats) * scale; }
+    Floats value(Ints code) const {
+        if constexpr (B < 8) code &= 2 * TOP + 1;
+        return __builtin_convertvector(code - (TOP + 1), Floats) * scale;
+    }
 };
 
 inline Floats square_root(Floats v) {
@@ -130,10 +141,13 @@ struct Companded {
     static constexpr int BITS = 4;
     static constexpr float TOP = 35.625f;
     static constexpr std::uint8_t ZEROS = 0;
-    float scale, inverse;
+    static constexpr Floats LEVELS = {0.625f, 2.625f, 5.625f, 9.625f, 14.625f, 20.625f, 27.625f, TOP};
+    float scale = 0.0f, inverse = 0.0f;
+    Floats levels = {};
 
+    Companded() = default;
     Companded(const float*, std::int64_t, float absmax) : scale(scale_of(absmax, TOP)), inverse(inverse_of(absmax, TOP)) {}
-    explicit Companded(std::uint32_t entry) : scale(as<float>(entry)), inverse(0.0f) {}
+    explicit Companded(std::uint32_t entry) : scale(as<float>(entry)), levels(LEVELS * scale) {}
 
     std::uint32_t entry() const { return as<std::uint32_t>(scale); }
 
@@ -148,18 +162,17 @@ struct Companded {
         return scale == 0.0f ? Ints{} : level | signs;
     }
 
-    Floats value(Ints code) const {
-        const Floats h = __builtin_convertvector(code & 7, Floats) + 0.5f;
-        return with_sign((h + h * h * 0.5f) * scale, code >> 3);
-    }
+    Floats value(Ints code) const { return with_sign(looked_up(levels, code), code >> 3); }
 };
 
 // Two magnitudes, bfloat16, and a sign.
 struct Centroids {
     static constexpr int BITS = 2;
     static constexpr std::uint8_t ZEROS = 0;
-    float inverse = 0.0f, threshold = 0.0f, low, high;
+    float inverse = 0.0f, threshold = 0.0f, low = 0.0f, high = 0.0f;
+    Floats levels = {};
 
+    Centroids() = default;
     Centroids(const float* p, std::int64_t numel, float absmax) : inverse(inverse_of(absmax, 1.0f)) {
         const float by = inverse;
         const float squares = sum_of(p, numel, [&](Floats v) {
@@ -168,21 +181,25 @@ struct Centroids {
         });
         threshold = 1.05f * __builtin_sqrtf(squares / static_cast<float>(numel));
         const float above = threshold;
-        Floats lows[4] = {}, highs[4] = {}, counts[4] = {};
+        Floats lows[4] = {}, highs[4] = {};
+        Ints counts = {};
         for (std::int64_t at = 0; at < numel; at += SUMMED) {
             for (int k = 0; k < 4; ++k) {
                 const Floats scaled = magnitude(load(p + at + k * LANES)) * by;
                 const Ints is_high = scaled > above;
                 lows[k] += either(is_high, Floats{}, scaled);
                 highs[k] += either(is_high, scaled, Floats{});
-                counts[k] += either(is_high, all(1.0f), Floats{});
+                counts -= is_high;  // which is -1
             }
         }
-        const float count = sum((counts[0] + counts[1]) + (counts[2] + counts[3]));
+        const float count = sum(__builtin_convertvector(counts, Floats));
         low = mean(sum((lows[0] + lows[1]) + (lows[2] + lows[3])), static_cast<float>(numel) - count, absmax);
         high = mean(sum((highs[0] + highs[1]) + (highs[2] + highs[3])), count, absmax);
     }
-    explicit Centroids(std::uint32_t entry) : low(as<float>(entry << 16)), high(as<float>(entry & 0xFFFF0000u)) {}
+    // The sums turn -0 into +0, as any sum of a level and a zero does: the next encoding reads the sign of a zero.
+    explicit Centroids(std::uint32_t entry) : low(as<float>(entry << 16)), high(as<float>(entry & 0xFFFF0000u)) {
+        levels = Floats{low, high, -low, -high, low, high, -low, -high} + 0.0f;
+    }
 
     // The product makes both means NaN when absmax is not finite, that of an empty side too.
     static float mean(float sum, float count, float absmax) {
@@ -204,10 +221,7 @@ struct Centroids {
         return (is_high & 1) | as<Ints>(as<Words>(value) >> 31) << 1;
     }
 
-    // The sum turns -0 into +0, as any sum of a level and a zero does: the next encoding reads the sign of a zero.
-    Floats value(Ints code) const {
-        return with_sign(either(-(code & 1), all(high), all(low)), code >> 1) + 0.0f;
-    }
+    Floats value(Ints code) const { return looked_up(levels, code); }
 };
 
 struct Mean {
@@ -225,8 +239,9 @@ template <typename Measure>
 struct Sign {
     static constexpr int BITS = 1;
     static constexpr std::uint8_t ZEROS = 0;
-    float scale;
+    float scale = 0.0f;
 
+    Sign() = default;
     Sign(const float* p, std::int64_t numel, float absmax) {
         const float by = inverse_of(absmax, 1.0f);
         const float total = sum_of(p, numel, [&](Floats v) { return Measure::term(magnitude(v) * by); });
@@ -244,16 +259,7 @@ struct Sign {
     Floats value(Ints code) const { return with_sign(all(scale), code); }
 };
 
-// ------------------------------------------------------------------------------------------ eight codes in memory
-
-// Bit k of a byte at bit 2 k.
-constexpr std::array<std::uint16_t, 256> SPREAD = [] {
-    std::array<std::uint16_t, 256> spread{};
-    for (int byte = 0; byte < 256; ++byte) {
-        for (int bit = 0; bit < 8; ++bit) spread[byte] |= (byte >> bit & 1) << 2 * bit;
-    }
-    return spread;
-}();
+// ------------------------------------------------------------------------------------------ codes in memory
 
 // A bit of eight codes, the first code's lowest.
 template <int BIT>
@@ -267,52 +273,65 @@ inline std::uint32_t bits_of(Ints codes) {
 #endif
 }
 
-// The lowest bytes of eight codes.
-inline std::uint64_t bytes_of(Ints codes) {
 #ifdef __AVX2__
-    const __m256i bytes = _mm256_shuffle_epi8(reinterpret_cast<__m256i>(codes), _mm256_set1_epi32(0x0C080400));
-    const auto lower = static_cast<std::uint32_t>(_mm256_cvtsi256_si32(bytes));
-    const auto upper = static_cast<std::uint32_t>(_mm256_extract_epi32(bytes, 4));
-    return lower | static_cast<std::uint64_t>(upper) << 32;
+// The lowest bytes of 32 codes, in their order.
+inline __m256i bytes_of(const Ints* codes) {
+    const auto words = [&](int at) {
+        return _mm256_packus_epi32(reinterpret_cast<__m256i>(codes[at]), reinterpret_cast<__m256i>(codes[at + 1]));
+    };
+    const __m256i halves = _mm256_packus_epi16(words(0), words(2));
+    return _mm256_permutevar8x32_epi32(halves, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+}
+#endif
+
+// Write SUMMED codes of B bits, the first in the lowest bits.
+template <int B>
+inline void write_codes(std::uint8_t* to, const Ints* codes) {
+    if constexpr (B == 1) {
+        std::uint32_t packed = 0;
+        for (int k = 0; k < 4; ++k) packed |= bits_of<0>(codes[k]) << LANES * k;
+        std::memcpy(to, &packed, sizeof packed);  // of a little-endian machine
+        return;
+    }
+#ifdef __AVX2__
+    __m256i packed = bytes_of(codes);
+    if constexpr (B == 8) _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), packed);
+    if constexpr (B == 4) {
+        packed = _mm256_maddubs_epi16(packed, _mm256_set1_epi16(0x1001));
+        packed = _mm256_permute4x64_epi64(_mm256_packus_epi16(packed, packed), 0x08);
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_castsi256_si128(packed));
+    }
+    if constexpr (B == 2) {
+        packed = _mm256_madd_epi16(_mm256_maddubs_epi16(packed, _mm256_set1_epi16(0x0401)), _mm256_set1_epi32(0x00100001));
+        packed = _mm256_shuffle_epi8(packed, _mm256_set1_epi32(0x0C080400));
+        const __m128i halves = _mm_unpacklo_epi32(_mm256_castsi256_si128(packed), _mm256_extracti128_si256(packed, 1));
+        _mm_storel_epi64(reinterpret_cast<__m128i*>(to), halves);
+    }
 #else
-    std::uint64_t bytes = 0;
-    for (int lane = 0; lane < LANES; ++lane) bytes |= static_cast<std::uint64_t>(codes[lane] & 0xFF) << 8 * lane;
-    return bytes;
+    for (int k = 0; k < 4; ++k) {
+        std::uint64_t packed = 0;
+        for (int lane = 0; lane < LANES; ++lane) packed |= static_cast<std::uint64_t>(codes[k][lane]) << B * lane;
+        std::memcpy(to + B * k, &packed, B);
+    }
 #endif
 }
 
-// Write eight codes of B bits, the first in the lowest bits.
-template <int B>
-inline void write_codes(std::uint8_t* to, Ints codes) {
-    std::uint64_t packed;
-    if constexpr (B == 1) {
-        packed = bits_of<0>(codes);
-    } else if constexpr (B == 2) {
-        packed = SPREAD[bits_of<0>(codes)] | SPREAD[bits_of<1>(codes)] << 1;
-    } else {
-        packed = bytes_of(codes);
-    }
-    if constexpr (B == 4) {
-        packed = (packed | packed >> 4) & 0x00FF00FF00FF00FFull;
-        packed = (packed | packed >> 8) & 0x0000FFFF0000FFFFull;
-        packed |= packed >> 16;
-    }
-    std::memcpy(to, &packed, B);  // of a little-endian machine
-}
-
-// Read them.
+// Read eight codes. Bits of the next ones may be above those of B < 8 bits.
 template <int B>
 inline Ints read_codes(const std::uint8_t* from) {
     if constexpr (B == 8) {
-        typedef std::uint8_t Bytes __attribute__((vector_size(8)));
-        Bytes bytes;
-        std::memcpy(&bytes, from, sizeof bytes);
-        return __builtin_convertvector(bytes, Ints);
+#ifdef __AVX2__
+        return reinterpret_cast<Ints>(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+#else
+        Ints codes;
+        for (int lane = 0; lane < LANES; ++lane) codes[lane] = from[lane];
+        return codes;
+#endif
     } else {
         constexpr Words PLACES = {0, B, 2 * B, 3 * B, 4 * B, 5 * B, 6 * B, 7 * B};
         std::uint32_t packed = 0;
         std::memcpy(&packed, from, B);
-        return as<Ints>((Words{} + packed) >> PLACES) & ((1 << B) - 1);
+        return as<Ints>((Words{} + packed) >> PLACES);
     }
 }
 

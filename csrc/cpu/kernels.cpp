@@ -20,6 +20,6 @@ const Kernels TABLE(COMMOPT_TARGET) = {
     TEXT(COMMOPT_TARGET),   KERNEL(lowrank_project), KERNEL(lowrank_refresh), KERNEL(lowrank_decode),
     KERNEL(lowrank_begin),  KERNEL(lowrank_back),    KERNEL(lowrank_finish),  KERNEL(orthogonalize),
     KERNEL(pack),           KERNEL(unpack),          KERNEL(sum_bfloat16),    KERNEL(encode),
-    KERNEL(recode),         KERNEL(decode),          KERNEL(sparse_select),   KERNEL(sparse_scatter),
-    KERNEL(sparse_sum),
+    KERNEL(recode),         KERNEL(decode),          KERNEL(copy),            KERNEL(sparse_select),
+    KERNEL(sparse_scatter), KERNEL(sparse_sum),
 };

@@ -10,6 +10,11 @@ struct Matrix {
     std::int64_t place, kept, rows, cols, left, right;
 };
 
+// Elements to copy: the first one here and there.
+struct Part {
+    std::int64_t from, to, numel;
+};
+
 struct Kernels {
     const char* target;
     void (*lowrank_project)(float* matrices, const float* right, float* out, std::int64_t count,
@@ -42,6 +47,7 @@ struct Kernels {
     void (*decode)(std::int64_t codec, std::uint8_t* payload, std::int64_t stride, std::int64_t rows,
                    std::int64_t blocks, std::int64_t block, std::int64_t peers, void* values, std::int64_t dtype,
                    std::int64_t numel, std::int64_t threads);
+    void (*copy)(const float* from, float* to, const Part* parts, std::int64_t count, std::int64_t threads);
     void (*sparse_select)(const void* values, std::int64_t dtype, std::int64_t numel, double scale,
                           std::uint8_t* payload, std::int64_t stride, std::int64_t rows, std::int64_t chunk_numel,
                           std::int64_t count, std::int64_t value_dtype, const float* old, float* fresh,

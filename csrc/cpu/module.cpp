@@ -71,6 +71,7 @@ PYBIND11_MODULE(_cpu, module) {
     define(module, "encode", &Kernels::encode);
     define(module, "recode", &Kernels::recode);
     define(module, "decode", &Kernels::decode);
+    define(module, "copy", &Kernels::copy);
     define(module, "sparse_select", &Kernels::sparse_select);
     define(module, "sparse_scatter", &Kernels::sparse_scatter);
     define(module, "sparse_sum", &Kernels::sparse_sum);

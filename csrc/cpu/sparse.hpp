@@ -72,31 +72,6 @@ struct SparseRow {
 // As an integer the bits of |x| grow with it: infinity and then NaN on top.
 inline std::uint32_t key_of(float value) { return as<std::uint32_t>(value) & 0x7FFFFFFFu; }
 
-inline Floats eight_of(const float* values) { return load(values); }
-inline Floats eight_of(const Bfloat16* values) {
-    typedef std::uint16_t Halves __attribute__((vector_size(16)));
-    Halves halves;
-    std::memcpy(&halves, values, sizeof halves);
-    return as<Floats>(__builtin_convertvector(halves, Words) << 16);
-}
-
-// A chunk's p = scale * values + factor * old, made where it is asked for.
-template <typename Value>
-struct Chunk {
-    const Value* values;
-    const float* old;  // null: none
-    float scale, factor;
-
-    float at(std::int64_t k) const {
-        const float value = widened(values[k]) * scale;
-        return old == nullptr ? value : value + old[k] * factor;
-    }
-    Floats eight(std::int64_t k) const {
-        const Floats v = eight_of(values + k) * scale;
-        return old == nullptr ? v : v + load(old + k) * factor;
-    }
-};
-
 struct Candidate {
     std::int64_t index;
     float value;
