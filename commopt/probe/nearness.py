@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import combinations
 from math import inf, sqrt
+from statistics import median_low
 from typing import NamedTuple
 
 from commopt.probe.matchings import Group, Pair, pair
@@ -30,7 +31,7 @@ class Seen(NamedTuple):
 
 
 class Nearness:
-    """Of each pair of nodes from 0 to 1: the rate that they reach beside others, of the best that either reaches at all.
+    """Of each pair of nodes from 0 to 1: the rate that they reach beside others, of the best of the slower one.
 
     A slow node is as near to all others as a fast one: only what a node loses on the way to some of them counts.
 
@@ -67,8 +68,8 @@ class Nearness:
 
 
 def _usual(rates: Sequence[float]) -> float:
-    """Return a low one of a pair's rates: beside some pairs all are fast, and a disturbance makes few slow."""
-    return sorted(rates)[(len(rates) - 1) // 3]
+    """Return the median of a pair's rates, the lower one of two: a disturbance makes few of them slow."""
+    return median_low(rates)
 
 
 # ------------------------------------------------------------------------------------------------ groups

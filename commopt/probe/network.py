@@ -12,7 +12,7 @@ from commopt.document import read_as
 from commopt.groups import Membership
 from commopt.groups.sites import SITE_VARIABLE
 from commopt.probe.pairs import PairProber, predicted_s
-from commopt.probe.sites import LEAST_NODES, Found, find_sites, most_matchings
+from commopt.probe.sites import LEAST_NODES, FoundSites, find_sites, most_matchings
 from topology.network import Network, SiteLevel, level_names
 
 _MOST_NAMED = 6
@@ -43,7 +43,7 @@ def find_network(membership: Membership, budget_s: float, say: Say = lambda text
     return first
 
 
-def described(found: Found, names: tuple[str, ...], seconds: float, budget_s: float) -> Network:
+def described(found: FoundSites, names: tuple[str, ...], seconds: float, budget_s: float) -> Network:
     """Return what was found, with the names of nodes and sites."""
     labels = level_names(len(found.levels))
     sites = ["/".join(f"{label}{number}" for label, number in zip(labels, path, strict=True)) for path in found.paths]
@@ -91,7 +91,7 @@ def rate_text(gbps: float) -> str:
 
 
 def network_lines(network: Network) -> Iterator[str]:
-    """Yield what was found, for people: sentences, and the lines to set."""
+    """Yield what was found, for people; `settings` follow where there are sites."""
     looked = f"{network.matchings} matchings of pairs in {network.seconds:.1f} s"
     if network.unmeasured:
         yield f"Sites: not all was looked into: {network.unmeasured}."
@@ -106,5 +106,4 @@ def network_lines(network: Network) -> Iterator[str]:
         best = rate_text(max(network.gbps))
         yield f"WARN slow nodes, to all others: {', '.join(named)}{more}; the fastest reaches {best}."
     if network.sites:
-        yield "Nobody told these sites. Set on every host, and probe again:"
-        yield from (f"  {line}" for line in settings(network))
+        yield "Nobody told these sites. Set this on the hosts, and probe again:"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pairs of nodes that exchange at once, for a short time each: what `find_sites` asks for, over the ranks' own groups."""
+"""Pairs of nodes that exchange at once, for a short time each: what `find_sites` asks for, over the ranks' groups."""
 
 from __future__ import annotations
 

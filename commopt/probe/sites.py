@@ -15,7 +15,7 @@ from itertools import chain, zip_longest
 from statistics import median
 
 from commopt.probe.matchings import Group, Matching, Pair, across, alone, inside, tournament
-from commopt.probe.nearness import LATE, LEAST_LATE_US, Nearness, Seen, suspected
+from commopt.probe.nearness import LATE, LEAST_LATE_US, STEP, Nearness, Seen, suspected
 from topology.network import NAMES, SiteLevel, level_names
 
 LEAST_NODES = 4
@@ -36,7 +36,7 @@ Measure = Callable[[Sequence[Matching]], Sequence[dict[Pair, Seen]]]
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundSites:
     """Sites of nodes 0..n-1.
 
     paths: the numbers of each node's site, outermost level first, and of its site's parts; as many for all nodes.
@@ -64,7 +64,7 @@ def _trial_length(attempts: int) -> int:
     return attempts * (2 * _TRIED + _ALONE)
 
 
-def find_sites(nodes: int, measure: Measure) -> Found:
+def find_sites(nodes: int, measure: Measure) -> FoundSites:
     """Return the sites of so many nodes; nothing is measured for fewer than LEAST_NODES.
 
     Deterministic: ranks that measure equal rates find the same.
@@ -75,7 +75,7 @@ def find_sites(nodes: int, measure: Measure) -> Found:
     best = search.best_gbps
     slow = tuple(node for node, gbps in best.items() if gbps < SLOW * median(best.values()))
     paths = tuple(search.paths(nodes))
-    return Found(paths, tuple(search.levels()), tuple(best.values()), slow, search.matchings, search.complete)
+    return FoundSites(paths, tuple(search.levels()), tuple(best.values()), slow, search.matchings, search.complete)
 
 
 # ------------------------------------------------------------------------------------------------ search
@@ -83,12 +83,26 @@ def find_sites(nodes: int, measure: Measure) -> Found:
 
 @dataclass
 class _Division:
-    """A set of nodes that falls apart into groups, and the rates and latencies that say so."""
+    """A set of nodes that falls apart into groups, and the rates and latencies that say so. depth: 0 for all nodes."""
 
+    members: Group
     groups: tuple[Group, ...]
     inside: list[Seen]
     across: list[Seen]
     alone: list[Seen]
+    depth: int = 0
+
+    def is_level_of(self, outer: _Division) -> bool:
+        """Return whether nodes are as far from each other here as outside: groups of `outer` were taken for one."""
+        rates = [median(one.gbps for one in each.across) for each in (self, outer)]
+        late = [median(one.latency_us for one in each.across) for each in (self, outer)]
+        return rates[0] < STEP * rates[1] and late[1] < max(LATE * late[0], LEAST_LATE_US)
+
+    def join(self, inner: _Division) -> None:
+        """Put the groups of a part in the place of the part."""
+        groups = [group for group in self.groups if group != inner.members]
+        self.groups = tuple(sorted((*groups, *inner.groups)))
+        self.inside += inner.inside
 
 
 class _TimeIsOver(Exception):
@@ -106,18 +120,31 @@ class _Search:
 
     def run(self, everyone: Group) -> None:
         """Look for levels, the outermost first, in all sets of nodes at once: they are disjoint."""
-        sets = [everyone]
+        around: dict[Group, _Division | None] = {everyone: None}
         try:
-            while sets and len(self.divisions) < len(NAMES):
-                nearnesses = self._meet(sets)
+            while around:
+                nearnesses = self._meet([*around])
                 if not self.best_gbps:
                     self.best_gbps = nearnesses[0].best_gbps
-                found = self._divide(nearnesses)
-                if found:
-                    self.divisions.append(found)
-                sets = [group for division in found for group in division.groups if len(group) >= LEAST_NODES]
+                parts: dict[Group, _Division | None] = {}
+                for division in self._divide(nearnesses):
+                    level = self._placed(division, around[division.members])
+                    if level.depth + 1 < len(NAMES):
+                        parts |= {group: level for group in division.groups if len(group) >= LEAST_NODES}
+                around = parts
         except _TimeIsOver:
             self.complete = False
+
+    def _placed(self, division: _Division, outer: _Division | None) -> _Division:
+        """Return the division of the level that the groups belong to: this one, or the outer one that it joins."""
+        if outer is not None and division.is_level_of(outer):
+            outer.join(division)
+            return outer
+        division.depth = 0 if outer is None else outer.depth + 1
+        if division.depth == len(self.divisions):
+            self.divisions.append([])
+        self.divisions[division.depth].append(division)
+        return division
 
     def _measured(self, matchings: Sequence[Matching]) -> Sequence[dict[Pair, Seen]]:
         if self.matchings + len(matchings) > self.most:
@@ -207,7 +234,8 @@ def _judge(nearness: Nearness, groups: tuple[Group, ...], results: Sequence[dict
 
     contrasts = [share(there) / share(here) for here, there in zip(crossing, within, strict=True)]
     contrast = min(median(contrasts), share(*within) / share(*crossing))  # each turn may have been disturbed
-    kinds = [[one for result in some for one in result.values()] for some in (within, crossing, own[2 * _TRIED :])]
-    usual_us, late_us = (median(one.latency_us for one in kind) for kind in kinds[:2])
+    some = (within, crossing, own[2 * _TRIED :])
+    close, far, lone = ([one for result in each for one in result.values()] for each in some)
+    usual_us, late_us = (median(one.latency_us for one in each) for each in (close, far))
     late = late_us > max(LATE * usual_us, LEAST_LATE_US)
-    return _Division(groups, *kinds) if late or contrast >= CONTRAST else None
+    return _Division(nearness.members, groups, close, far, lone) if late or contrast >= CONTRAST else None

@@ -11,6 +11,7 @@ from typing import Any
 from commopt.display import significant
 from commopt.doctor.verdict.facts import Gain, InterfaceRates, Level, Measurements, Training, median_of_others
 from commopt.doctor.verdict.wires import CONNECTIONS
+from commopt.probe.network import level_text, rate_text, settings
 from commopt.schedule.learning import MOST_STEPS
 
 AS_IT_SHOULD_BE, SLOWER, NOT_MEASURED = 0, 1, 2
@@ -36,7 +37,7 @@ class Cause:
 
     weight: how many times slower than it should be; None where nothing gets through.
     text: a sentence.
-    remedy: a command that can be pasted, or "".
+    remedy: a command that can be pasted, or ""; several lines where hosts need different ones.
     """
 
     weight: float | None
@@ -115,11 +116,6 @@ def _at_least(wire: InterfaceRates, found: Measurements) -> InterfaceRates:
     return replace(wire, **more)
 
 
-def rate_text(gbps: float) -> str:
-    """Return a rate with its unit."""
-    return f"{significant(gbps)} Gb/s" if gbps >= 1 else f"{significant(gbps * 1e3)} Mb/s"
-
-
 # -------------------------------------------------------------------------------------------- causes
 
 
@@ -144,7 +140,10 @@ def _causes(found: Measurements) -> Iterator[Cause]:
     yield from slow_nodes
     if other is None and not slow_nodes:
         yield from _slow_wires(found)
-    yield from list(_one_connection(found)) or _slow_collectives(found)
+    between_sites = list(_untold_sites(found))
+    yield from between_sites
+    # Between sites collectives cannot be as fast as the best connection.
+    yield from list(_one_connection(found)) or (() if between_sites else _slow_collectives(found))
     yield from _slow_ranks(found)
     yield from _late_rank(found)
 
@@ -264,6 +263,14 @@ def _slow_collectives(found: Measurements) -> Iterator[Cause]:
             yield Cause(weight, f"{text}: peer access may be off", "nvidia-smi topo -p2p n")
 
 
+def _untold_sites(found: Measurements) -> Iterator[Cause]:
+    network = found.network
+    if network is not None and network.sites:
+        weight = max(level.inside_gbps / max(level.across_gbps, 1e-9) for level in network.levels)
+        text = f"nobody told the sites: {'; '.join(level_text(level) for level in network.levels)}"
+        yield Cause(weight, text, "\n".join(settings(network)))
+
+
 def _below(level: Level, share: float) -> bool:
     return level.expected_gbps is not None and level.best_gbps < share * level.expected_gbps
 
@@ -366,6 +373,9 @@ def _rows(found: Measurements) -> Iterator[Row]:
 
 
 def _level_rows(found: Measurements) -> Iterator[Row]:
+    for site in found.network.levels if found.network is not None else ():
+        inside, across = rate_text(site.inside_gbps), rate_text(site.across_gbps)
+        yield Row(f"between {site.name}s, a node of all", across, inside, SLOW)
     slow = bool(list(_slow_collectives(found)))
     for level in found.levels:
         where = {"intra": "inside a node", "inter": "between nodes", "world": "all ranks"}.get(level.level, level.level)

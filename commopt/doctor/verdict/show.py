@@ -8,10 +8,12 @@ from textwrap import wrap
 
 from commopt.display import WIDTH, aligned, significant
 from commopt.doctor.verdict.facts import Gain, Measurements
-from commopt.doctor.verdict.judge import Row, Verdict, rate_text
+from commopt.doctor.verdict.judge import Row, Verdict
+from commopt.probe.network import rate_text
 
 MOST_LINES = 25
 _MOST_ROWS, _MOST_CAUSES, _MOST_GAINS = 6, 2, 3
+_MOST_COMMANDS = 4
 _SENTENCE_LINES, _CAUSE_LINES, _OTHER_LINES = 3, 2, 1
 _LONGEST_NAME, _LONGEST_CELL = 29, 15
 LEARNED = "docs/evidence/convergence.md"
@@ -50,6 +52,8 @@ def changes(now: Measurements, before: Measurements) -> list[str]:
 def _rates(found: Measurements) -> Iterable[tuple[str, float]]:
     for level in found.levels:
         yield from ((f"{level.level} {name}", gbps) for name, gbps in level.rates if gbps > 0)
+    for site in found.network.levels if found.network is not None else ():
+        yield f"between {site.name}s", site.across_gbps
     for wire in found.wires:
         if wire.gbps:
             yield f"{wire.node} {wire.interface}", wire.gbps
@@ -94,8 +98,10 @@ def _causes(verdict: Verdict) -> list[str]:
     lines: list[str] = []
     for number, cause in enumerate(verdict.causes[:_MOST_CAUSES], 1):
         lines += _clipped(cause.text, _CAUSE_LINES, f"{number}. ", "   ")
-        if cause.remedy:
-            lines.append(_cut(f"   $ {cause.remedy}", WIDTH))
+        commands = cause.remedy.splitlines()
+        lines += _fit(f"   $ {command}" for command in commands[:_MOST_COMMANDS])
+        if len(commands) > _MOST_COMMANDS:
+            lines.append(f"   and {len(commands) - _MOST_COMMANDS} more (--json)")
     return lines
 
 
