@@ -37,12 +37,14 @@ class Cause:
 
     weight: how many times slower than it should be; None where nothing gets through.
     text: a sentence.
-    remedy: a command that can be pasted, or ""; several lines where hosts need different ones.
+    remedy: a command that can be pasted, or "".
+    elsewhere: commands for other hosts.
     """
 
     weight: float | None
     text: str
     remedy: str = ""
+    elsewhere: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -138,11 +140,11 @@ def _causes(found: Measurements) -> Iterator[Cause]:
     if other is not None:
         yield other
     yield from slow_nodes
-    if other is None and not slow_nodes:
-        yield from _slow_wires(found)
     between_sites = list(_untold_sites(found))
     yield from between_sites
-    # Between sites collectives cannot be as fast as the best connection.
+    if other is None and not slow_nodes and not between_sites:
+        yield from _slow_wires(found)
+    # Between sites nothing is as fast as the best connection inside one.
     yield from list(_one_connection(found)) or (() if between_sites else _slow_collectives(found))
     yield from _slow_ranks(found)
     yield from _late_rank(found)
@@ -268,7 +270,8 @@ def _untold_sites(found: Measurements) -> Iterator[Cause]:
     if network is not None and network.sites:
         weight = max(level.inside_gbps / max(level.across_gbps, 1e-9) for level in network.levels)
         text = f"nobody told the sites: {'; '.join(level_text(level) for level in network.levels)}"
-        yield Cause(weight, text, "\n".join(settings(network)))
+        first, *others = settings(network)
+        yield Cause(weight, text, first, tuple(others))
 
 
 def _below(level: Level, share: float) -> bool:

@@ -13,7 +13,8 @@ from commopt.probe.network import rate_text
 
 MOST_LINES = 25
 _MOST_ROWS, _MOST_CAUSES, _MOST_GAINS = 6, 2, 3
-_MOST_COMMANDS = 4
+_MOST_ELSEWHERE = 2  # commands for other hosts
+_LEAST_ROWS = 2  # a row, and how many there are more
 _SENTENCE_LINES, _CAUSE_LINES, _OTHER_LINES = 3, 2, 1
 _LONGEST_NAME, _LONGEST_CELL = 29, 15
 LEARNED = "docs/evidence/convergence.md"
@@ -78,7 +79,7 @@ def _clipped(text: str, most: int, first: str = "", rest: str = "") -> list[str]
 
 def _table(rows: Sequence[Row], most: int) -> list[str]:
     most = min(most, _MOST_ROWS)
-    if not rows:
+    if not rows or most < _LEAST_ROWS:
         return []
     shown = rows if len(rows) <= most else rows[: most - 1]
     cells = [
@@ -98,10 +99,11 @@ def _causes(verdict: Verdict) -> list[str]:
     lines: list[str] = []
     for number, cause in enumerate(verdict.causes[:_MOST_CAUSES], 1):
         lines += _clipped(cause.text, _CAUSE_LINES, f"{number}. ", "   ")
-        commands = cause.remedy.splitlines()
-        lines += _fit(f"   $ {command}" for command in commands[:_MOST_COMMANDS])
-        if len(commands) > _MOST_COMMANDS:
-            lines.append(f"   and {len(commands) - _MOST_COMMANDS} more (--json)")
+        if cause.remedy:
+            lines.append(_cut(f"   $ {cause.remedy}", WIDTH))
+        lines += _fit(f"   $ {command}" for command in cause.elsewhere[:_MOST_ELSEWHERE])
+        if (more := len(cause.elsewhere) - _MOST_ELSEWHERE) > 0:
+            lines.append(f"   and {more} more (--json)")
     return lines
 
 
