@@ -16,7 +16,7 @@ from commopt.groups import Membership, Team
 from commopt.probe.matchings import Matching, Pair
 from commopt.probe.nearness import Seen
 
-WINDOW_S = 0.15
+WINDOW_S = 0.14
 """For how long the pairs of a matching exchange. The first third does not count: TCP is slow until it knows the way."""
 MARGIN_S = 0.03
 """What a matching takes beside that, where a message over the slowest link does not take longer."""
