@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commopt.probe.matchings import across, alone, inside, tournament
+from commopt.probe.matchings import across, alone, inside, pair, tournament
 from commopt.probe.network import described, level_text, network_lines
 from commopt.probe.network import settings as lines_to_set
 from commopt.probe.pairs import predicted_s, rate_gbps
@@ -151,7 +151,7 @@ def test_sites_are_found_beside_other_traffic(root: Part) -> None:
 def test_racks_whose_uplink_carries_one_node_look_fast_to_a_pair_alone() -> None:
     found, network = found_in(joined(switch(4, 1.0), switch(4, 1.0)), noise=0.02, disturbed=0.0)
     a, b = (next(node for node, path in network.paths.items() if path[0] == rack) for rack in (0, 1))
-    assert network.shares([(a, b)]) == {(a, b): 1.0}
+    assert network.shares((pair(a, b),)) == {pair(a, b): 1.0}
     (level,) = found.levels
     assert (level.name, level.counts, level.shared) == ("site", (4, 4), True)
     assert level.inside_gbps == pytest.approx(1.0, rel=0.1)

@@ -13,7 +13,7 @@ from commopt.groups import Membership
 from commopt.groups.sites import SITE_VARIABLE
 from commopt.probe.pairs import PairProber, predicted_s
 from commopt.probe.sites import LEAST_NODES, FoundSites, find_sites, most_matchings
-from topology.network import Network, SiteLevel, level_names
+from topology.network import Network, SiteLevel, between, level_names, rate_text
 
 _MOST_NAMED = 6
 Say = Callable[[str], None]
@@ -77,17 +77,10 @@ def level_text(level: SiteLevel) -> str:
     """Return a sentence about a level."""
     counts = sorted(set(level.counts), reverse=True)
     each = f"{counts[0]} nodes" if len(counts) == 1 else f"{counts[-1]} to {counts[0]} nodes"
-    inside, across, alone = (rate_text(gbps) for gbps in (level.inside_gbps, level.across_gbps, level.alone_gbps))
-    text = f"{len(level.counts)} {level.name}s of {each}: {inside} a node inside, {across} across while all send"
-    text += f" ({alone} for one alone: they share a link)" if level.shared else ""
+    text = f"{len(level.counts)} {level.name}s of {each}: {between(level)}"
     if level.across_us > 2 * level.inside_us and level.across_us > 1000:
         text += f"; latency {significant(level.inside_us / 1e3)} and {significant(level.across_us / 1e3)} ms"
     return text
-
-
-def rate_text(gbps: float) -> str:
-    """Return a rate with its unit."""
-    return f"{significant(gbps)} Gb/s" if gbps >= 1 else f"{significant(gbps * 1e3)} Mb/s"
 
 
 def network_lines(network: Network) -> Iterator[str]:

@@ -11,8 +11,9 @@ from typing import Any
 from commopt.display import significant
 from commopt.doctor.verdict.facts import Gain, InterfaceRates, Level, Measurements, Training, median_of_others
 from commopt.doctor.verdict.wires import CONNECTIONS
-from commopt.probe.network import level_text, rate_text, settings
+from commopt.probe.network import level_text, settings
 from commopt.schedule.learning import MOST_STEPS
+from topology.network import rate_text
 
 AS_IT_SHOULD_BE, SLOWER, NOT_MEASURED = 0, 1, 2
 """Exit statuses."""

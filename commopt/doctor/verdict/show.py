@@ -9,7 +9,7 @@ from textwrap import wrap
 from commopt.display import WIDTH, aligned, significant
 from commopt.doctor.verdict.facts import Gain, Measurements
 from commopt.doctor.verdict.judge import Row, Verdict
-from commopt.probe.network import rate_text
+from topology.network import rate_text
 
 MOST_LINES = 25
 _MOST_ROWS, _MOST_CAUSES, _MOST_GAINS = 6, 2, 3
