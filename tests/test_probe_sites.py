@@ -234,10 +234,11 @@ def test_equal_rates_give_equal_answers() -> None:
     assert found_in(root, 3)[0] == found_in(root, 3)[0]
 
 
-def test_the_rate_of_a_pair_leaves_its_beginning_out() -> None:
-    slow_start = [(0.0, 0), (0.1, 10), (0.2, 1_000_010), (0.3, 2_000_010)]
-    assert rate_gbps(slow_start) == pytest.approx(0.08)
-    assert rate_gbps([(0.0, 0), (0.5, 1_000_000)]) == pytest.approx(0.016)
+def test_the_rate_of_a_pair_is_that_of_its_long_messages_but_for_the_first_and_the_disturbed() -> None:
+    begins = [(1000, 0.05), (2000, 0.05)]
+    assert rate_gbps([*begins, *[(1_000_000, 0.02)] * 6, (1_000_000, 0.09)]) == pytest.approx(0.4)
+    assert rate_gbps([(1_000_000, 0.5)]) == pytest.approx(0.016)
+    assert rate_gbps([*begins, (500_000, 0.02), (250_000, 0.5)]) == pytest.approx(8e-9 * (25e6 + 5e5) / 2)
 
 
 # ------------------------------------------------------------------------------ text

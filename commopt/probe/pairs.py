@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate
 from math import ceil
+from statistics import median
 from time import perf_counter
 
 import torch
@@ -24,7 +26,7 @@ MARGIN_S = 0.03
 _WARM_UP = 1 / 3
 _PINGS = 4
 _LEAST_NBYTES, _MOST_NBYTES = 2**12, 2**23
-_GROWS_BELOW_S = WINDOW_S / 24  # the next but one is up to four times as long
+_GROWS_BELOW_S = WINDOW_S / 24
 _HEADER = torch.int64.itemsize
 _OVER = 0  # in a header: no message follows
 
@@ -98,18 +100,19 @@ class PairProber:
         leads = across.rank == pair[0]
         peer = pair[1] if leads else pair[0]
         latency_us = min(self._took_s(across, peer, _HEADER, _LEAST_NBYTES)[0] for _ in range(_PINGS)) * 1e6
-        begun, nbytes, next_nbytes, took_s, moved = perf_counter(), _LEAST_NBYTES, _LEAST_NBYTES, 0.0, 0
-        marks = [(0.0, 0)]
+        begun, nbytes, next_nbytes = perf_counter(), _LEAST_NBYTES, _LEAST_NBYTES
+        messages: list[tuple[int, float]] = []
+        fastest_s: dict[int, float] = {}
         while nbytes != _OVER:
-            if marks[-1][0] >= WINDOW_S:
+            if perf_counter() - begun >= WINDOW_S:
                 next_nbytes = _OVER
-            elif 0 < took_s < _GROWS_BELOW_S:
+            elif fastest_s.get(next_nbytes, WINDOW_S) < _GROWS_BELOW_S:
                 next_nbytes = min(2 * next_nbytes, _MOST_NBYTES)
             took_s, told = self._took_s(across, peer, nbytes, next_nbytes)
-            moved += nbytes
-            marks.append((perf_counter() - begun, moved))
+            messages.append((nbytes, took_s))
+            fastest_s[nbytes] = min(took_s, fastest_s.get(nbytes, took_s))
             nbytes = next_nbytes if leads else told
-        return Seen(rate_gbps(marks), latency_us)
+        return Seen(rate_gbps(messages), latency_us)
 
     def _took_s(self, across: Team, peer: int, nbytes: int, next_nbytes: int) -> tuple[float, int]:
         """Exchange messages of one length; return the time, and the length of the next one that the other tells."""
@@ -120,11 +123,20 @@ class PairProber:
         return perf_counter() - begun, told
 
 
-def rate_gbps(marks: Sequence[tuple[float, int]]) -> float:
-    """Return the rate in Gb/s from the seconds and the bytes so far at the end of each message, without the warm-up."""
-    (end_s, moved), ramp_s = marks[-1], _WARM_UP * marks[-1][0]
-    begun_s, before = next((mark for mark in marks[:-1] if mark[0] >= ramp_s), marks[-2])
-    return (moved - before) * 8e-9 / max(end_s - begun_s, 1e-9)
+def rate_gbps(messages: Sequence[tuple[int, float]]) -> float:
+    """Return the rate in Gb/s from the bytes and the seconds of messages: the median of long ones after the warm-up.
+
+    A rank that the machine stops for a moment delays few of them.
+    """
+    ends_s = list(accumulate(took_s for _, took_s in messages))
+    longest = max(nbytes for nbytes, _ in messages)
+    settled = [
+        nbytes / max(took_s, 1e-9)
+        for (nbytes, took_s), end_s in zip(messages, ends_s, strict=True)
+        if end_s >= _WARM_UP * ends_s[-1] and 2 * nbytes >= longest
+    ]
+    mean = sum(nbytes for nbytes, _ in messages) / max(ends_s[-1], 1e-9)
+    return 8e-9 * (median(settled) if settled else mean)
 
 
 def predicted_s(matchings: int) -> float:
