@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from commopt.probe.matchings import Matching, Pair
-from commopt.probe.nearness import Seen
+from commopt.probe.nearness import PairRate
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class ModelNetwork:
         for number, inner in enumerate(part.parts):
             self._place(inner, (*path, number))
 
-    def measure(self, matchings: Sequence[Matching]) -> list[dict[Pair, Seen]]:
+    def measure(self, matchings: Sequence[Matching]) -> list[dict[Pair, PairRate]]:
         found = []
         for matching in matchings:
             if self.most is not None and len(self.matchings) >= self.most:
@@ -71,9 +71,9 @@ class ModelNetwork:
             found.append(self._at_once(matching))
         return found
 
-    def _at_once(self, matching: Matching) -> dict[Pair, Seen]:
+    def _at_once(self, matching: Matching) -> dict[Pair, PairRate]:
         rates = self.shares(matching)
-        return {pair: Seen(gbps * self._noise(), self._us(pair)) for pair, gbps in rates.items()}
+        return {pair: PairRate(gbps * self._noise(), self._us(pair)) for pair, gbps in rates.items()}
 
     def _noise(self) -> float:
         if self._random.random() < self.disturbed:

@@ -10,13 +10,13 @@ import pytest
 from commopt.cluster import EmulatedCluster, EmulatedSites
 from commopt.groups import join
 from commopt.probe.matchings import Pair, tournament
-from commopt.probe.nearness import Seen
+from commopt.probe.nearness import PairRate
 from commopt.probe.network import find_network, looks_for_sites
 from commopt.probe.pairs import PairProber
 from tests.ranks import run
 from topology.network import Network
 
-Results = list[dict[Pair, Seen]]
+Results = list[dict[Pair, PairRate]]
 
 
 def measure(rank: int, world_size: int, budget_s: float) -> Results:

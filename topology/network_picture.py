@@ -21,12 +21,12 @@ def boxes_of_network(network: Network) -> tuple[list[Box], list[tuple[float, flo
 
     A link that joins sites is a vertical line, with a horizontal one to each.
     """
-    layout = _Layout(network)
+    layout = _NestedBoxes(network)
     layout.add(range(len(network.nodes)), 0, 0.0, 0.0)
     return layout.boxes, layout.lines
 
 
-class _Layout:
+class _NestedBoxes:
     def __init__(self, network: Network) -> None:
         self.network = network
         self.boxes: list[Box] = []

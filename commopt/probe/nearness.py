@@ -23,7 +23,7 @@ LEAST_LATE_US = 1000.0
 _MOST_MOVES = 8
 
 
-class Seen(NamedTuple):
+class PairRate(NamedTuple):
     """One pair in one matching: the rate in each direction, and the latency in one."""
 
     gbps: float
@@ -39,7 +39,7 @@ class Nearness:
     best_gbps: the best rate of each.
     """
 
-    def __init__(self, members: Group, seen: Mapping[Pair, Sequence[Seen]]) -> None:
+    def __init__(self, members: Group, seen: Mapping[Pair, Sequence[PairRate]]) -> None:
         self.members = members
         pairs = [pair(a, b) for a, b in combinations(members, 2)]
         rates = {each: _usual([one.gbps for one in seen[each]]) for each in pairs}

@@ -16,7 +16,7 @@ from torch import Tensor
 from commopt import lanes
 from commopt.groups import Membership, Team
 from commopt.probe.matchings import Matching, Pair
-from commopt.probe.nearness import Seen
+from commopt.probe.nearness import PairRate
 
 WINDOW_S = 0.14
 """For how long the pairs of a matching exchange. The first third does not count: TCP is slow until it knows the way."""
@@ -51,9 +51,9 @@ class PairProber:
         self._leaving, self._arriving = (torch.zeros(nbytes, dtype=torch.uint8, device=self._device) for _ in range(2))
         self._until = perf_counter() + budget_s
 
-    def measure(self, matchings: Sequence[Matching]) -> list[dict[Pair, Seen]]:
+    def measure(self, matchings: Sequence[Matching]) -> list[dict[Pair, PairRate]]:
         """Return what the pairs of each matching reached, the same on all ranks; fewer when the time was used up."""
-        own: list[Seen] = []
+        own: list[PairRate] = []
         if self._across is not None:
             for number, matching in enumerate(matchings):
                 what = f"pairs of nodes, {number + 1} of {len(matchings)}"
@@ -65,7 +65,7 @@ class PairProber:
         mine[: len(row)] = torch.tensor(row, dtype=torch.float64)
         rows = self._gathered(mine)
         return [
-            {(a, b): Seen(*rows[a][1 + 2 * number : 3 + 2 * number]) for a, b in matching}
+            {(a, b): PairRate(*rows[a][1 + 2 * number : 3 + 2 * number]) for a, b in matching}
             for number, matching in enumerate(matchings[: round(rows[0][0])])
         ]
 
@@ -85,17 +85,17 @@ class PairProber:
         table = everyone.view(team.size, -1).tolist()
         return [table[nodes.index(node)] for node in dict.fromkeys(nodes)]
 
-    def _at_once(self, across: Team, matching: Matching, own: list[Seen]) -> bool:
+    def _at_once(self, across: Team, matching: Matching, own: list[PairRate]) -> bool:
         """Exchange with this node's partner, and note what was reached; return False when time is over on any node."""
         over = torch.tensor([float(perf_counter() > self._until)], device=self._device)
         across.all_reduce(over)  # all pairs begin when the last node has come
         if over.item():
             return False
         pair = next((each for each in matching if across.rank in each), None)
-        own.append(Seen(0.0, 0.0) if pair is None else self._exchange(across, pair))
+        own.append(PairRate(0.0, 0.0) if pair is None else self._exchange(across, pair))
         return True
 
-    def _exchange(self, across: Team, pair: Pair) -> Seen:
+    def _exchange(self, across: Team, pair: Pair) -> PairRate:
         """Exchange messages until the window is over: each tells the length of the next, as the first node says."""
         leads = across.rank == pair[0]
         peer = pair[1] if leads else pair[0]
@@ -112,7 +112,7 @@ class PairProber:
             messages.append((nbytes, took_s))
             fastest_s[nbytes] = min(took_s, fastest_s.get(nbytes, took_s))
             nbytes = next_nbytes if leads else told
-        return Seen(rate_gbps(messages), latency_us)
+        return PairRate(rate_gbps(messages), latency_us)
 
     def _took_s(self, across: Team, peer: int, nbytes: int, next_nbytes: int) -> tuple[float, int]:
         """Exchange messages of one length; return the time, and the length of the next one that the other tells."""

@@ -15,7 +15,7 @@ from itertools import chain, zip_longest
 from statistics import median
 
 from commopt.probe.matchings import Group, Matching, Pair, across, alone, inside, tournament
-from commopt.probe.nearness import LATE, LEAST_LATE_US, STEP, Nearness, Seen, suspected
+from commopt.probe.nearness import LATE, LEAST_LATE_US, STEP, Nearness, PairRate, suspected
 from topology.network import NAMES, SiteLevel, level_names
 
 LEAST_NODES = 4
@@ -31,7 +31,7 @@ _TRIED = 3  # of a suspicion: how often across, and inside
 _ALONE = 2
 _ATTEMPTS = 2  # suspicions of a set of nodes, if the first is wrong
 
-Measure = Callable[[Sequence[Matching]], Sequence[dict[Pair, Seen]]]
+Measure = Callable[[Sequence[Matching]], Sequence[dict[Pair, PairRate]]]
 """Measures matchings one after the other, the pairs of each at once. It may return fewer when time is over."""
 
 
@@ -69,7 +69,7 @@ def find_sites(nodes: int, measure: Measure) -> FoundSites:
 
     Deterministic: ranks that measure equal rates find the same.
     """
-    search = _Search(measure, most_matchings(nodes))
+    search = _SiteSearch(measure, most_matchings(nodes))
     if nodes >= LEAST_NODES:
         search.run(tuple(range(nodes)))
     best = search.best_gbps
@@ -82,60 +82,60 @@ def find_sites(nodes: int, measure: Measure) -> FoundSites:
 
 
 @dataclass
-class _Division:
+class _SplitNodes:
     """A set of nodes that falls apart into groups, and the rates and latencies that say so. depth: 0 for all nodes."""
 
     members: Group
     groups: tuple[Group, ...]
-    inside: list[Seen]
-    across: list[Seen]
-    alone: list[Seen]
+    inside: list[PairRate]
+    across: list[PairRate]
+    alone: list[PairRate]
     depth: int = 0
 
-    def is_level_of(self, outer: _Division) -> bool:
+    def is_level_of(self, outer: _SplitNodes) -> bool:
         """Return whether nodes are as far from each other here as outside: groups of `outer` were taken for one."""
         rates = [median(one.gbps for one in each.across) for each in (self, outer)]
         late = [median(one.latency_us for one in each.across) for each in (self, outer)]
         return rates[0] < STEP * rates[1] and late[1] < max(LATE * late[0], LEAST_LATE_US)
 
-    def join(self, inner: _Division) -> None:
+    def join(self, inner: _SplitNodes) -> None:
         """Put the groups of a part in the place of the part."""
         groups = [group for group in self.groups if group != inner.members]
         self.groups = tuple(sorted((*groups, *inner.groups)))
         self.inside += inner.inside
 
 
-class _TimeIsOver(Exception):
+class _TimeIsOverError(Exception):
     """Raised where what is to be measured next does not fit into the time."""
 
 
 @dataclass
-class _Search:
+class _SiteSearch:
     measure: Measure
     most: int
     matchings: int = 0
     complete: bool = True
     best_gbps: dict[int, float] = field(default_factory=dict)
-    divisions: list[list[_Division]] = field(default_factory=list)
+    divisions: list[list[_SplitNodes]] = field(default_factory=list)
 
     def run(self, everyone: Group) -> None:
         """Look for levels, the outermost first, in all sets of nodes at once: they are disjoint."""
-        around: dict[Group, _Division | None] = {everyone: None}
+        around: dict[Group, _SplitNodes | None] = {everyone: None}
         try:
             while around:
                 nearnesses = self._meet([*around])
                 if not self.best_gbps:
                     self.best_gbps = nearnesses[0].best_gbps
-                parts: dict[Group, _Division | None] = {}
+                parts: dict[Group, _SplitNodes | None] = {}
                 for division in self._divide(nearnesses):
                     level = self._placed(division, around[division.members])
                     if level.depth + 1 < len(NAMES):
                         parts |= {group: level for group in division.groups if len(group) >= LEAST_NODES}
                 around = parts
-        except _TimeIsOver:
+        except _TimeIsOverError:
             self.complete = False
 
-    def _placed(self, division: _Division, outer: _Division | None) -> _Division:
+    def _placed(self, division: _SplitNodes, outer: _SplitNodes | None) -> _SplitNodes:
         """Return the division of the level that the groups belong to: this one, or the outer one that it joins."""
         if outer is not None and division.is_level_of(outer):
             outer.join(division)
@@ -146,13 +146,13 @@ class _Search:
         self.divisions[division.depth].append(division)
         return division
 
-    def _measured(self, matchings: Sequence[Matching]) -> Sequence[dict[Pair, Seen]]:
+    def _measured(self, matchings: Sequence[Matching]) -> Sequence[dict[Pair, PairRate]]:
         if self.matchings + len(matchings) > self.most:
-            raise _TimeIsOver
+            raise _TimeIsOverError
         results = self.measure(matchings)
         self.matchings += len(results)
         if len(results) < len(matchings):
-            raise _TimeIsOver
+            raise _TimeIsOverError
         return results
 
     def _meet(self, sets: Sequence[Group]) -> list[Nearness]:
@@ -165,15 +165,15 @@ class _Search:
             met = chain.from_iterable(tournament(len(members), turn) for turn in turns)
             tournaments.append([tuple((members[a], members[b]) for a, b in matching) for matching in met])
         matchings = [tuple(chain.from_iterable(at_once)) for at_once in zip_longest(*tournaments, fillvalue=())]
-        seen: dict[Pair, list[Seen]] = {}
+        seen: dict[Pair, list[PairRate]] = {}
         for result in self._measured(matchings):
             for pair, one in result.items():
                 seen.setdefault(pair, []).append(one)
         return [Nearness(members, seen) for members in sets]
 
-    def _divide(self, nearnesses: Sequence[Nearness]) -> list[_Division]:
+    def _divide(self, nearnesses: Sequence[Nearness]) -> list[_SplitNodes]:
         """Return the divisions of those sets that fall apart."""
-        found: list[_Division] = []
+        found: list[_SplitNodes] = []
         tried: set[tuple[Group, ...]] = {()}
         waiting = list(nearnesses)
         for attempt in range(_ATTEMPTS):
@@ -188,7 +188,7 @@ class _Search:
             waiting = [nearness for (nearness, _), division in failed if division is None]
         return found
 
-    def _try(self, suspicions: Sequence[tuple[Nearness, tuple[Group, ...]]]) -> list[_Division | None]:
+    def _try(self, suspicions: Sequence[tuple[Nearness, tuple[Group, ...]]]) -> list[_SplitNodes | None]:
         """Measure across and inside by turns, so that nothing that changes meanwhile makes the difference."""
         all_groups = [groups for _, groups in suspicions]
         matchings: list[Matching] = []
@@ -222,13 +222,15 @@ class _Search:
             yield tuple(path)
 
 
-def _judge(nearness: Nearness, groups: tuple[Group, ...], results: Sequence[dict[Pair, Seen]]) -> _Division | None:
+def _judge(
+    nearness: Nearness, groups: tuple[Group, ...], results: Sequence[dict[Pair, PairRate]]
+) -> _SplitNodes | None:
     """Return the division that was suspected, None where nodes are as fast across as inside."""
     members = set(nearness.members)
     own = [{pair: one for pair, one in result.items() if members.issuperset(pair)} for result in results]
     crossing, within = own[0 : 2 * _TRIED : 2], own[1 : 2 * _TRIED : 2]
 
-    def share(*some: dict[Pair, Seen]) -> float:
+    def share(*some: dict[Pair, PairRate]) -> float:
         shares = (nearness.share(pair, one.gbps) for result in some for pair, one in result.items())
         return max(median(shares), 1e-12)
 
@@ -238,4 +240,4 @@ def _judge(nearness: Nearness, groups: tuple[Group, ...], results: Sequence[dict
     close, far, lone = ([one for result in each for one in result.values()] for each in some)
     usual_us, late_us = (median(one.latency_us for one in each) for each in (close, far))
     late = late_us > max(LATE * usual_us, LEAST_LATE_US)
-    return _Division(nearness.members, groups, close, far, lone) if late or contrast >= CONTRAST else None
+    return _SplitNodes(nearness.members, groups, close, far, lone) if late or contrast >= CONTRAST else None
