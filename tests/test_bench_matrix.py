@@ -23,6 +23,7 @@ class World(NamedTuple):
 
     nodes: list[int]
     emulated_rate: str
+    sites: str = ""
 
 
 def read(paths: Sequence[Path]) -> list[tuple[World, list[str]]]:

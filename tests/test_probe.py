@@ -32,7 +32,7 @@ MIB = 2**20
         ({"max_nbytes": 2**34}, "pass 8G or less"),
         ({"factor": float("nan")}, "--factor nan must be between"),
         ({"budget_s": float("nan")}, "--budget nan must be a number of seconds above 0"),
-        ({"parts": ("inter", "outer")}, "--only inter,outer must name some of intra, inter, world, work"),
+        ({"parts": ("inter", "outer")}, "--only inter,outer must name some of sites, intra, inter, world, work"),
         ({"iterations": 2}, "needed for a median"),
     ],
 )

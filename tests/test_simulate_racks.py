@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -16,7 +17,7 @@ from commopt.aggregate import Aggregator
 from commopt.cost import LinkKey
 from commopt.errors import ConfigurationError
 from commopt.groups import TeamShape, WireModel
-from commopt.simulate import NetworkSpec
+from commopt.simulate import NetworkSpec, model
 from commopt.simulate.racks import Racks, crossing
 
 MIB = 2**20
@@ -139,6 +140,7 @@ def test_the_command_shows_uplinks_and_where_compression_is_lost(
     shown = " ".join(capsys.readouterr().out.split())
     assert "MB up: by a rack to others in a step." in shown
     assert "racks: from 28 nodes on, 14 in each, quantized sends as many bytes over an uplink as stock" in shown
+    assert "told it sends" not in shown, "quantized has no levels"
     rows = json.loads(target.read_text())["rows"]
     up = {(row["strategy"], row["nodes"]): row["uplink_bytes_per_rack"] for row in rows}
     assert up["stock", 4] > 2 * up["quantized", 4]
@@ -151,6 +153,19 @@ def test_the_command_shows_uplinks_and_where_compression_is_lost(
     for slow, fast in zip(rows, json.loads(target.read_text())["rows"], strict=True):
         assert fast["uplink_bytes_per_rack"] == 0
         assert fast["step_us"] <= slow["step_us"]
+
+
+def test_the_command_shows_what_telling_the_racks_saves(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of two racks each sends its own sum across, once, in 8 bits: M for S = 2, where each node's row went n times."""
+    wanted = ["--nodes", "28", "--strategies", "hierarchical_quantized"]
+    assert main([*COMMAND, "--oversubscription", "4", *wanted]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    numbers = re.search(r"from 28 nodes on.* told it sends ([\d.]+) MB a step there, in place of ([\d.]+)", shown)
+    assert numbers is not None
+    told, untold = map(float, numbers.groups())
+    dense_mb = 4 * model("resnet50").numel / 1e6
+    assert told == pytest.approx(dense_mb / 4, rel=0.05)
+    assert untold == pytest.approx(dense_mb / 4 * (14 / 2 + 27 / 28), rel=0.05)
 
 
 def test_oversubscription_alone_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ from commopt.doctor.verdict.facts import Gain, InterfaceRates, Level, Measuremen
 from commopt.doctor.verdict.judge import AS_IT_SHOULD_BE, NOT_MEASURED, SLOWER, judge
 from commopt.doctor.verdict.show import MOST_LINES, changes, lines_of
 from commopt.errors import ConfigurationError
+from topology.network import Network, SiteLevel
 
 NODES = ("node0", "node1", "node2")
 
@@ -149,6 +150,32 @@ def test_a_partial_measurement_is_not_called_healthy() -> None:
     assert judge(replace(stopped, wires=(wire("node0"), wire("node1", 2.0), wire("node2")))).status == SLOWER
 
 
+def test_sites_that_nobody_told_are_a_cause_and_what_they_explain_is_none() -> None:
+    nodes = ("a", "b", "c", "d")
+    level = SiteLevel("site", (2, 2), 9.0, 1.0, 4.0, 20.0, 30.0)
+    network = Network(nodes, ("site0", "site0", "site1", "site1"), (level,), (9.0,) * 4)
+    slow = Level("world", 4, (("all_reduce", 1.0), ("all_to_all", 0.5)), 100.0, 10.0, "its interface")
+    wires = tuple(InterfaceRates(node, "eth0", True, 3, 9.0, 9.0, None, 50.0, 10.0, "it") for node in nodes)
+    untold = Measurements(nodes, (1, 1, 1, 1), wires=wires, levels=(slow,))
+    assert "plain TCP carries" in judge(untold).causes[0].text
+    verdict = judge(replace(untold, network=network))
+    assert verdict.status == SLOWER
+    (cause,) = verdict.causes
+    assert cause.weight == 9.0
+    assert "2 sites of 2 nodes: 9.00 Gb/s a node inside, 1.00 Gb/s across while all send (4.00" in cause.text
+    assert cause.remedy == "export COMMOPT_SITE=site0   # on a, b"
+    assert cause.elsewhere == ("export COMMOPT_SITE=site1   # on c, d",)
+    shown = lines_of(verdict)
+    assert "   $ export COMMOPT_SITE=site1   # on c, d" in shown
+    assert any(
+        line.split() == ["between", "sites,", "a", "node", "of", "all", "1.00", "Gb/s", "9.00", "Gb/s", "slow"]
+        for line in shown
+    )
+    told = Measurements.read(json.loads(json.dumps(replace(untold, network=network).as_document())))
+    assert told.network == network
+    assert judge(replace(untold, network=Network(nodes))).causes == judge(untold).causes
+
+
 def test_one_rank_alone_is_told_how_to_start_more() -> None:
     verdict = judge(Measurements(("a",), (1,)))
     assert verdict.status == NOT_MEASURED
@@ -206,6 +233,9 @@ def made_up(draw: random.Random) -> Measurements:
     gains = tuple(Gain(name(60), rate(), draw.random() < 0.3, (perhaps(rate()), None)) for _ in range(3))
     training = Training(name(60), True, rate(), rate(), rate(), draw.randint(-1, 3), rate(), gains, name(200))
     paces = tuple(Pace(rank, draw.choice(nodes), rate()) for rank in range(draw.randint(0, 9)))
+    sites = draw.randint(2, 9)
+    level = SiteLevel("site", (1, 2) * sites, rate(), rate(), rate(), rate(), rate())
+    network = Network(nodes, tuple(f"site{place % sites}" for place in range(len(nodes))), (level,), (rate(),))
     return Measurements(
         nodes,
         tuple(draw.randint(1, 8) for _ in nodes),
@@ -217,6 +247,7 @@ def made_up(draw: random.Random) -> Measurements:
         training if draw.random() < 0.7 else None,
         name(300) if draw.random() < 0.3 else "",
         "2026-11-27",
+        network if draw.random() < 0.3 else None,
     )
 
 

@@ -9,12 +9,14 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
-from topology.files import read
+from topology.files import read_any
 from topology.machine import discover
 from topology.model import Topology, TopologyError
+from topology.network import Network, network_text
 from topology.text import as_json, as_text
 
 _LONGEST = 600
@@ -38,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Exit status: 0, or 2 with one line on stderr when the input is refused.",
     )
     parser.add_argument("command", nargs="?", choices=["show"], help="show a file instead of this machine")
-    parser.add_argument("file", nargs="?", help="NCCL topology XML, or the output of nvidia-smi topo -m")
+    parser.add_argument("file", nargs="?", help="NCCL topology XML, nvidia-smi topo -m, or a probe's JSON")
     parser.add_argument("--json", action="store_true", help="print JSON: null for unknown, speeds in Gb/s")
     parser.add_argument("--plot", metavar="FILE", help="draw a picture: .svg, .png or .pdf (needs matplotlib)")
     parser.add_argument("--root", metavar="DIR", default="/", help="read a copy of another machine's /sys and /proc")
@@ -71,25 +73,29 @@ def _refused(why: str) -> int:
 
 
 def _run(options: argparse.Namespace) -> None:
-    topology = read(options.file) if options.command else _machine(Path(options.root))
+    found = read_any(options.file) if options.command else _machine(Path(options.root))
     if options.plot:
-        _draw(topology, Path(options.plot))
+        _draw(found, Path(options.plot))
     if options.json:
-        print(json.dumps(as_json(topology), indent=2))
+        print(json.dumps(asdict(found) if isinstance(found, Network) else as_json(found), indent=2))
     else:
         if isinstance(sys.stdout, io.TextIOWrapper):  # file names may not fit a terminal's encoding
             sys.stdout.reconfigure(errors="replace")
-        print(*as_text(topology), sep="\n")
+        print(*(network_text(found) if isinstance(found, Network) else as_text(found)), sep="\n")
 
 
-def _draw(topology: Topology, path: Path) -> None:
+def _draw(found: Topology | Network, path: Path) -> None:
     """Draw into a file. Raises TopologyError with the file's name if it cannot be written."""
+    from topology.network_picture import draw_network
     from topology.picture import draw
 
     if path.is_fifo():  # writing would block until another process reads
         raise TopologyError(f"{path} cannot be written: it is a pipe; pass the name of a file")
     try:
-        draw(topology, path)
+        if isinstance(found, Network):
+            draw_network(found, path)
+        else:
+            draw(found, path)
     except TopologyError:
         raise
     except (OSError, ValueError) as error:

@@ -8,11 +8,18 @@ from pathlib import Path
 
 from topology.matrix import read_matrix
 from topology.model import Topology, TopologyError
+from topology.network import Network, read_network
 from topology.xml_reader import read_nccl_xml
 
 MAX_BYTES = 16 << 20
 
 _WEB_PAGE = re.compile(r"\s*</?(?:details|summary|pre|code|p|div|br)\b", re.IGNORECASE)
+
+
+def read_any(path: str | Path) -> Topology | Network:
+    """Read a machine as `read` does, or the network between nodes that a measurement wrote as JSON."""
+    text = _decoded(_content(Path(path), str(path)))
+    return read_network(text, str(path)) if text.lstrip().startswith("{") else read(path)
 
 
 def read(path: str | Path) -> Topology:

@@ -180,36 +180,56 @@ def draw(topology: Topology, path: str | Path) -> None:
 
     Raises TopologyError for another suffix or without matplotlib, OSError if the file cannot be written.
     """
-    path = Path(path)
-    if path.suffix.lower() not in FORMATS:
-        raise TopologyError(f"{path}: unknown picture format; pass a name that ends in {', '.join(FORMATS)}")
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise TopologyError("--plot needs matplotlib: pip install matplotlib") from None
+    path = drawable(path)
     boxes = boxes_of(topology)
     arcs = arcs_of(topology, boxes)
     right = max([_NARROWEST] + [box.x + box.width for box in boxes])
     top = max((box.y + box.height for box in boxes), default=0.0)
     bottom = min([box.y for box in boxes] + [-arc.depth for arc in arcs], default=-0.1)
     edge = 0.03  # half the line width of a box at the border
-    figure = Figure(figsize=(right + 2 * edge, top - bottom + 2 * edge), facecolor="white")
-    axes = figure.add_axes((0.0, 0.0, 1.0, 1.0), xlim=(-edge, right + edge), ylim=(bottom - edge, top + edge))
-    axes.set_axis_off()
+    axes = canvas(-edge, bottom - edge, right + edge, top + edge)
     for box in boxes:
         draw_box(axes, box)
     _draw_nvlinks(axes, topology, boxes, arcs)
     source = re.sub(r"\S*/(?=\S)", "", topology.source)  # without folders
-    _write(axes, [source], right, top + 0.6, 13, weight="bold", va="bottom")
-    _write(axes, [summary(topology)], right, top + 0.45, 10, va="top")
-    _write(axes, _foot(topology, arcs), right, bottom - 0.15, 8, va="top")
+    write(axes, [source], right, top + 0.6, 13, weight="bold", va="bottom")
+    write(axes, [summary(topology)], right, top + 0.45, 10, va="top")
+    write(axes, _foot(topology, arcs), right, bottom - 0.15, 8, va="top")
+    save(axes, path)
+
+
+def drawable(path: str | Path) -> Path:
+    """Return the path of a picture. Raises TopologyError for another suffix or without matplotlib."""
+    path = Path(path)
+    if path.suffix.lower() not in FORMATS:
+        raise TopologyError(f"{path}: unknown picture format; pass a name that ends in {', '.join(FORMATS)}")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise TopologyError("--plot needs matplotlib: pip install matplotlib") from None
+    return path
+
+
+def canvas(left: float, bottom: float, right: float, top: float) -> Any:
+    """Return axes without ticks, whose units are inches."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(right - left, top - bottom), facecolor="white")
+    axes = figure.add_axes((0.0, 0.0, 1.0, 1.0), xlim=(left, right), ylim=(bottom, top))
+    axes.set_axis_off()
+    return axes
+
+
+def save(axes: Any, path: Path) -> None:
+    """Write a picture, the same file for the same content. Raises OSError if it cannot be written."""
+    import matplotlib
+
     metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
-    with matplotlib.rc_context({"svg.hashsalt": "topology"}):  # the same file for the same machine
-        figure.savefig(path, dpi=150, metadata=metadata, bbox_inches="tight", pad_inches=_MARGIN)
+    with matplotlib.rc_context({"svg.hashsalt": "topology"}):
+        axes.figure.savefig(path, dpi=150, metadata=metadata, bbox_inches="tight", pad_inches=_MARGIN)
 
 
-def _write(axes: Any, texts: list[str], width: float, y: float, points: float, **style: str) -> None:
+def write(axes: Any, texts: list[str], width: float, y: float, points: float, **style: str) -> None:
     """Write lines that fit `width` inches. Numbers stay with their units, and `$` is escaped."""
     texts = [text.replace("$", r"\$").replace(" Gb/s", "\N{NO-BREAK SPACE}Gb/s") for text in texts]
     lines = [line for text in texts for line in textwrap.wrap(text, int(width * 72 / (points * _CHARACTER)))]

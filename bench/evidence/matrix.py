@@ -6,14 +6,14 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
 from typing import Any, Generic, TypeVar
 
 from bench.environment import Header
 from bench.output import written_by
-from commopt.cluster import ClusterUnavailableError, EmulatedCluster
+from commopt.cluster import ClusterUnavailableError, EmulatedCluster, EmulatedSites
 from commopt.command_line import CommandParser, number, output_file
 
 Environment = TypeVar("Environment", bound="World")
@@ -22,16 +22,18 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class World(Header):
-    """Where and how numbers were made; nodes: ranks on each."""
+    """Where and how numbers were made; nodes: ranks on each; sites: options that made emulated ones."""
 
     world_size: int
     emulated_rate: str | None
     nodes: list[int]
+    sites: str = field(default="", kw_only=True)
 
     @property
     def cluster(self) -> str:
         """The cluster in words."""
-        return f"{'+'.join(map(str, self.nodes))} ranks, {self.emulated_rate or 'no emulated link'}"
+        sites = f", {self.sites}" if self.sites else ""
+        return f"{'+'.join(map(str, self.nodes))} ranks, {self.emulated_rate or 'no emulated link'}{sites}"
 
 
 def append_run(
@@ -68,18 +70,24 @@ Run = TypeVar("Run", bound="tuple[Any, Sequence[Any]]")
 
 @dataclass(frozen=True)
 class ClusterShape:
-    """An emulated cluster; `rate` is that of every node's link, "none" for one that is not shaped."""
+    """An emulated cluster; `rate` is that of every node's link, "none" for one that is not shaped.
+
+    sites: where nodes are not all equally near.
+    """
 
     nodes: int
     ranks_per_node: int
     rate: str
+    sites: EmulatedSites = field(default_factory=EmulatedSites)
 
     def __str__(self) -> str:
-        return f"{self.nodes} nodes x {self.ranks_per_node} ranks at {self.rate}"
+        sites = self.sites.options()
+        return f"{self.nodes} nodes x {self.ranks_per_node} ranks at {self.rate}" + (f" {sites}" if sites else "")
 
-    def is_that(self, nodes: list[int], rate: str | None) -> bool:
+    def is_that(self, world: World) -> bool:
         """Return whether a record is of this cluster."""
-        return nodes == [self.ranks_per_node] * self.nodes and rate == self.rate
+        same = world.nodes == [self.ranks_per_node] * self.nodes and world.emulated_rate == self.rate
+        return same and world.sites == self.sites.options()
 
 
 @dataclass(frozen=True)
@@ -96,8 +104,7 @@ class Entry:
     def is_in(self, runs: Sequence[tuple[World, Sequence[Any]]]) -> bool:
         """Return whether a file has it."""
         return any(
-            self.place.is_that(world.nodes, world.emulated_rate)
-            and all(getattr(each, name) == value for name, value in self.facts)
+            self.place.is_that(world) and all(getattr(each, name) == value for name, value in self.facts)
             for world, configurations in runs
             for each in configurations
         )
@@ -145,7 +152,7 @@ def run_at(place: ClusterShape, command: Sequence[str], timeout_s: float) -> int
     """
     print(f"\n{place}", flush=True)
     begun_s = monotonic()
-    with EmulatedCluster(place.nodes, place.ranks_per_node, place.rate) as cluster:
+    with EmulatedCluster(place.nodes, place.ranks_per_node, place.rate, sites=place.sites) as cluster:
         status = cluster.run(["-m", *command], timeout_s=timeout_s, capture=False).returncode
     print(f"{place}: exit status {status} after {monotonic() - begun_s:.0f} s", flush=True)
     return status

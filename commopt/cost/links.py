@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from commopt.cost.curve import Curve, LineSegment
 from commopt.document import load, one_line_each, read_as, read_text
 from commopt.errors import ConfigurationError
+from topology.network import Network
 
 FORMAT = 1
 PRIMITIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "reduce", "broadcast")
@@ -107,12 +108,14 @@ class Links:
     curves: of collectives; bytes as `WireModel`'s method of the primitive's name counts them.
     work: curves of work on a rank, by dense bytes.
     nominal: whether the figures are line rates, and nothing was measured.
+    network: the sites that were found where nobody had told any, for people: the curves do not depend on them.
     """
 
     header: LinksHeader
     curves: Mapping[LinkKey, Curve]
     work: Mapping[WorkKey, Curve] = field(default_factory=dict)
     nominal: bool = False
+    network: Network | None = None
 
     def curve(self, level: str, primitive: str, ranks: int, groups: int = 1) -> Curve:
         """Return the curve of a collective over `ranks` ranks while `groups` groups of the level run it at once.
@@ -155,6 +158,7 @@ class Links:
             "format": FORMAT,
             "nominal": self.nominal,
             "header": asdict(self.header),
+            **({} if self.network is None else {"network": asdict(self.network)}),
             "links": [key._asdict() | _as_json(curve) for key, curve in sorted(self.curves.items())],
             "work": [key._asdict() | _as_json(curve) for key, curve in sorted(self.work.items())],
         }
@@ -183,7 +187,8 @@ class Links:
                         f"{key} cannot be: it must be one of {', '.join(PRIMITIVES)} over 2 or more ranks in 1 or more "
                         f"groups"
                     )
-            return cls(header, curves, _table(WorkKey, content, "work"), nominal)
+            network: Network | None = read_as(Network | None, content.get("network"), "network")
+            return cls(header, curves, _table(WorkKey, content, "work"), nominal, network)
         except ConfigurationError as error:
             raise ConfigurationError(f"{name}: {error}; probe the cluster again") from None
 

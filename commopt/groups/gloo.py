@@ -70,6 +70,12 @@ def all_reduce(tensor: Tensor, group: dist.ProcessGroup, scale: float = 1.0) -> 
     _ring(chunks, group, tag=1)
 
 
+def send_receive(output: Tensor, source: Tensor, group: dist.ProcessGroup, peer: int) -> None:
+    """Send `source` to rank `peer`, and fill `output` with what it sends."""
+    arrival = dist.irecv(output, group=group, group_src=peer)
+    _wait([dist.isend(source, group=group, group_dst=peer), arrival])
+
+
 def all_equal(output: Tensor, source: Tensor, group: dist.ProcessGroup) -> None:
     """Write 1 into `output` (int64 [1]) if all ranks gave the number in `source`, else 0, on every rank.
 

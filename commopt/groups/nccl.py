@@ -47,6 +47,13 @@ def all_to_all(output: Tensor, source: Tensor, group: dist.ProcessGroup) -> None
     _end(group.alltoall_base(output, source, [], [], _ALL_TO_ALL))
 
 
+def send_receive(output: Tensor, source: Tensor, group: dist.ProcessGroup, peer: int) -> None:
+    """Send `source` to rank `peer`, and fill `output` with what it sends; other ranks need not take part."""
+    ends = [dist.P2POp(call, each, None, group, 0, peer) for call, each in ((dist.isend, source), (dist.irecv, output))]
+    for work in dist.batch_isend_irecv(ends):
+        work.wait()
+
+
 def _end(work: Any) -> None:
     if work is not None:  # newer NCCL groups have let the current stream wait already
         work.wait()

@@ -33,6 +33,7 @@ Collective: TypeAlias = Callable[..., object]
 _OVER_NCCL: dict[str, Collective] = {
     **{"all_reduce": nccl.all_reduce, "reduce": nccl.reduce, "broadcast": nccl.broadcast},
     **{"reduce_scatter": nccl.reduce_scatter, "all_gather": nccl.all_gather, "all_to_all": nccl.all_to_all},
+    "send_receive": nccl.send_receive,
 }
 
 _ABORT_LIMIT_S = 10.0
@@ -144,6 +145,10 @@ class Team(TeamShape):
     def all_to_all(self, output: Tensor, source: Tensor) -> None:
         """Send block j of `source` to rank j; block i of `output` comes from rank i."""
         self._run("all_to_all", dist.all_to_all_single, output, source, over_gloo=gloo.all_to_all)
+
+    def send_receive(self, output: Tensor, source: Tensor, peer: int) -> None:
+        """Send `source` to rank `peer`, and fill `output` with as much from it; only the two make this call."""
+        self._run("send_receive", gloo.send_receive, output, source, peer=peer)
 
     def all_equal(self, number: int, device: torch.device) -> bool:
         """Return on every rank whether all gave the same number (63 bits), compared in tensors of `device`."""

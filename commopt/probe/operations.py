@@ -20,7 +20,7 @@ from commopt.hooks import PRESETS
 from commopt.kernels import lowrank, packing
 from commopt.probe.collectives import Collective, sizes
 
-PARTS = ("intra", "inter", "world", "work")
+PARTS = ("sites", "intra", "inter", "world", "work")
 
 _LEAST_NBYTES, _MOST_NBYTES = 64, 2**33  # of a message
 _LEAST_WORK_NBYTES, _MOST_WORK_NBYTES = 2**14, 2**26
@@ -37,7 +37,7 @@ class ProbeOptions:
     min_nbytes, max_nbytes, factor: messages grow from the first to the second, each `factor` times the one before. Both
         sides of a collective stay below the largest: all_gather over P ranks stops at a P-th of it.
     budget_s: seconds for everything. Messages stop growing where it ends.
-    parts: those of PARTS to measure; "work" is compression.
+    parts: those of PARTS to measure; "work" is compression, "sites" are looked for where nobody told them.
     warm_up, iterations: calls before and while time is taken; long messages get fewer, at least 1 and 3.
     """
 

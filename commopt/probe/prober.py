@@ -22,6 +22,7 @@ from commopt.cost import Curve, LinkKey, Links, LinksHeader, WorkKey
 from commopt.errors import ConfigurationError
 from commopt.groups import Membership, join
 from commopt.probe.collectives import COLLECTIVES, Collective
+from commopt.probe.network import find_network, looks_for_sites
 from commopt.probe.operations import (
     ConcurrentGroups,
     ProbeOptions,
@@ -31,10 +32,13 @@ from commopt.probe.operations import (
     known_compressors,
     work_of,
 )
+from commopt.probe.sites import LEAST_NODES
 from commopt.probe.timing import LaneTimer, Measured, Repeats, sweep
 from commopt.version import __version__, revision
+from topology.network import Network
 
 _WORK_SHARE = 0.3  # of the time; the links get the rest
+_SITES_SHARE = 0.5  # at most, before all else
 _US = 1e6
 _CALL = "commopt.probe.probe()"
 _TOLD_VARIABLES = ("BENCH_CLUSTER_RATE", "COMMOPT_RANKS_PER_NODE", "COMMOPT_SITE", "OMP_NUM_THREADS")
@@ -77,10 +81,11 @@ def survey(
     lanes.require_healthy()
     membership.agree("a probe", settings=repr(options), compressors=repr(compressors))
     prober = LinkProber(membership, options, compressors, sys.stderr if stream is None else stream)
-    if not prober.curves:
+    if not prober.curves and not prober.looks_for_sites:
         raise ConfigurationError(
             f"--only {','.join(options.parts)} leaves nothing to measure on {len(membership.ranks)} rank(s) like "
-            f"these: add work, or start more ranks or nodes"
+            f"these: add work, or start more ranks or nodes; sites are looked for from {LEAST_NODES} nodes on, where "
+            f"nobody told any"
         )
     return prober.run(command)
 
@@ -105,12 +110,18 @@ class LinkProber:
         self._stream = stream if self._reports else None
 
     @property
+    def looks_for_sites(self) -> bool:
+        """Whether sites are to be found."""
+        return "sites" in self._options.parts and looks_for_sites(self._membership)
+
+    @property
     def curves(self) -> int:
         """How many curves there will be."""
         return len(self._groups) * len(COLLECTIVES) + len(self._work)
 
     def run(self, command: str) -> Survey:
-        """Measure, fit, and return the curves of the first rank."""
+        """Measure, fit, and return the curves of the first rank, and the sites that all ranks found."""
+        network = self._network()
         reserved_us = self._left_us * _WORK_SHARE if self._groups and self._work else 0.0
         self._left_us -= reserved_us
         links: dict[LinkKey, Curve] = {}
@@ -125,11 +136,23 @@ class LinkProber:
             sizes, measure = each.sizes(self._options), partial(self._time_work, each)
             work[each.key] = self._fit(work_text(each.key), sizes, len(self._work) - place, measure)
         # Fitted on every rank, so that an error is raised on all; other machines might round a fit differently.
-        found = Links(read_header(self._membership, self._timer.device, command), links, work)
+        found = Links(read_header(self._membership, self._timer.device, command), links, work, network=network)
         mine: dict[str, Any] = {"links": found.as_text(), "stopped": self._stopped} if self._reports else {}
         everyone = self._membership.exchange("what a probe has found", **mine)
         first = everyone[self._membership.ranks.index(self._first_rank)]
         return Survey(Links.read(first["links"], "what the first rank has found"), dict(first["stopped"]))
+
+    def _network(self) -> Network | None:
+        if not self.looks_for_sites:
+            return None
+        share = _SITES_SHARE if self.curves else 1.0
+        network = find_network(self._membership, share * self._left_us / _US, self._say)
+        self._left_us -= network.seconds * _US
+        return network
+
+    def _say(self, text: str) -> None:
+        if self._stream is not None:
+            print(text, file=self._stream, flush=True)
 
     def _time(self, collective: Collective, group: ConcurrentGroups, nbytes: int, repeats: Repeats) -> Measured:
         what = f"{link_text(group.key(collective.name))}, {nbytes} bytes"
@@ -153,9 +176,7 @@ class LinkProber:
         if found.skipped:
             outcome += ", then its share of the time was used up"
             self._stopped[what] = largest
-        if self._stream is not None:
-            width = len(str(self.curves))
-            print(f"[{self._done:{width}}/{self.curves}] {what}: {outcome}", file=self._stream, flush=True)
+        self._say(f"[{self._done:{len(str(self.curves))}}/{self.curves}] {what}: {outcome}")
         return Curve.fit(found.points)
 
 

@@ -15,6 +15,7 @@ from commopt.cluster.network import RATE_VARIABLE, EmulatedLink
 from commopt.cost import Curve, LinkKey, Links
 from commopt.display import WIDTH, show_table, significant
 from commopt.groups import Membership, WireModel
+from commopt.probe.network import network_lines, settings
 from commopt.probe.prober import Survey, link_text, nbytes_text
 from topology.machine import discover
 from topology.queries import node_nic_gbps
@@ -139,6 +140,11 @@ def show(survey: Survey, rate: LineRate | None, budget_s: float, stream: TextIO 
             f"network are quiet, with a larger --budget.",
             stream,
         )
+    if links.network is not None:
+        for line in network_lines(links.network):
+            _say(line, stream)
+        for line in settings(links.network):  # to be pasted: never broken
+            print(f"  {line}", file=stream)
     if rate is not None:
         largest = links.curves[rate.key].largest_nbytes
         for line in _compared(rate, links.header.backend, nbytes_text(largest)):

@@ -192,13 +192,15 @@ class ClusterSpec:
         """Its racks: one where links were measured."""
         return self.links.in_racks if isinstance(self.links, NetworkSpec) else Racks()
 
-    def shape(self, nodes: int) -> TeamShape:
-        """Return the shape of so many nodes."""
+    def shape(self, nodes: int, *, told: bool = False) -> TeamShape:
+        """Return the shape of so many nodes; told: with its racks as sites."""
         if nodes < 1:
             raise ConfigurationError(f"{nodes} nodes make no cluster; it needs 1 or more")
         measured_on_cpus = isinstance(self.links, Links) and self.links.header.backend == "gloo"
         backends = {"cpu": "gloo"} if measured_on_cpus else {"cpu": "gloo", "cuda": "nccl"}
-        return TeamShape.of((self.gpus_per_node,) * nodes, backends=backends)
+        inside = self.in_racks.nodes_in_one(nodes)
+        sites = [[node // inside for node in range(nodes)]] if told and 1 < inside < nodes else []
+        return TeamShape.of((self.gpus_per_node,) * nodes, backends=backends, sites=sites)
 
     def links_for(self, shape: TeamShape, aggregators: Iterable[Aggregator]) -> Links:
         """Return the links of that shape; the costs of work are estimated where they were not measured."""

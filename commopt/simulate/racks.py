@@ -63,6 +63,13 @@ class Racks:
                     total += self.crossing(key, shape) * action.nbytes
         return round(share * total)
 
+    def told_bytes(self, aggregator: Aggregator, layout: Layout, dtype: torch.dtype, shape: TeamShape) -> int:
+        """Return what `uplink_bytes` does for a shape whose sites are the racks."""
+        first = range(sum(shape.ranks_per_node[: self.nodes_in_one(shape.node_count)]))
+        seen = (shape.seen_from(rank) for rank in first)
+        sent = (aggregator.wire_bytes(layout, dtype, each, each.default_device) for each in seen)
+        return sum(sum(each.beyond[:1]) for each in sent)
+
     def saves_none_from(
         self,
         aggregator: Aggregator,

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Literal
 
-from commopt.aggregate import Aggregator
+from commopt.aggregate import Aggregator, LocalSGD
 from commopt.errors import ConfigurationError, did_you_mean
 from commopt.feedback import Layout
+from commopt.groups.sites import SITE_VARIABLE
 from commopt.hooks import PRESETS, build_preset
 from commopt.hooks.presets import LOCAL_PRESETS
 from commopt.simulate.cluster import ClusterSpec
@@ -182,8 +183,18 @@ class Scaling:
                 lines.append(
                     f"racks: from {nodes} nodes on, {nodes // racks.count} in each, {preset} sends as many bytes over "
                     f"an uplink as stock: exchanges cross it once for each node of the rack, a ring once"
+                    f"{self._told(preset, aggregator, nodes, workload)}"
                 )
         return lines
+
+    def _told(self, preset: PresetChoice, aggregator: Aggregator, nodes: int, workload: Workload) -> str:
+        """Say what a rack sends to others when ranks are told their racks, where that is less."""
+        shape = self._cluster.shape(nodes, told=True)
+        told = self._cluster.in_racks.told_bytes(aggregator, workload.layout, workload.dtype, shape)
+        untold = self._uplink_bytes(nodes, preset, workload)
+        if isinstance(aggregator, LocalSGD) or told >= untold:
+            return ""
+        return f". With {SITE_VARIABLE} told it sends {told / 1e6:.1f} MB a step there, in place of {untold / 1e6:.1f}"
 
     def _uplink_bytes(self, nodes: int, choice: PresetChoice, workload: Workload) -> int:
         return self._cluster.in_racks.uplink_bytes(choice.build(), workload.layout, workload.dtype, self._shape(nodes))

@@ -11,6 +11,7 @@ nothing of the steps that do. docs/simulator.md says what it assumes.
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -25,6 +26,7 @@ from bench.evidence.prediction.predict import predict, with_own_work
 from bench.evidence.prediction.probe import Probe, Probed, Processors, wanted
 from bench.evidence.prediction.report import Configuration, Environment
 from bench.evidence.training_run import Profile, TrainingRun
+from commopt.cluster import site_options
 from commopt.command_line import CommandParser, number, output_file
 from commopt.groups import TeamShape, join
 from commopt.probe.prober import link_text, work_text
@@ -101,10 +103,13 @@ def main() -> None:
         for profile in profiles:
             profile.turn(_FIRST_STEPS, counts=False)
         membership = join(None)
-        shape = TeamShape.of(tuple(len(node) for node in membership.cluster.nodes))
+        counts = tuple(len(node) for node in membership.cluster.nodes)
+        shape = TeamShape.of(counts, sites=membership.cluster.site_levels)
         show(0.1, "probe")
         buffers = [bucket for profile in profiles for bucket in profile.buckets]
+        without_sites = TeamShape.of(counts)  # what a rank works by itself is measured so
         needed = wanted(options.aggregators.values(), buffers, shape)
+        needed |= wanted(options.aggregators.values(), buffers, without_sites)
         probed = Probe(membership, needed, Processors.of_this_machine(shape.size), options.probe_seconds).run()
         environment = describe(shape, probed)
         found: list[Configuration] = []
@@ -127,7 +132,7 @@ def compare(subject: Subject, contest: Contest, shape: TeamShape, probed: Probed
     found = []
     for training in contest.trainings:
         aggregator = commopt.build_preset(training.strategy)
-        suited = with_own_work(probed, aggregator, profile.buckets, shape, processors)
+        suited = with_own_work(probed, aggregator, profile.buckets, TeamShape.of(shape.ranks_per_node), processors)
         predicted = predict(workload, aggregator, shape, suited, processors.load)
         # Gradients of a bucket are copied out of it while the others are on their way, those of the last in the end.
         simulated = [bucket.nbytes for bucket in predicted.shared.buckets]
@@ -163,6 +168,7 @@ def describe(shape: TeamShape, probed: Probed) -> Environment:
     return Environment(
         **run_of("bench.evidence.prediction"),
         nodes=list(shape.ranks_per_node),
+        sites=shlex.join(site_options()),
         probe_s=probed.spent_s,
         links={name: [*time.points[-1], busy.points[-1][1]] for name, (time, busy) in named.items()},
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
 from time import process_time
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -39,6 +39,9 @@ class Wanted:
     links: dict[LinkKey, int]
     work: dict[WorkKey, int]
 
+    def __or__(self, other: Wanted) -> Wanted:
+        return Wanted(dict(Counter(self.links) | Counter(other.links)), dict(Counter(self.work) | Counter(other.work)))
+
 
 def wanted(aggregators: Iterable[Aggregator], buffers: Iterable[Layout], shape: TeamShape) -> Wanted:
     """Return what the prices of these float32 buffers rest on, on a cluster of this shape."""
@@ -62,8 +65,18 @@ def wanted(aggregators: Iterable[Aggregator], buffers: Iterable[Layout], shape: 
                     ranks = each.at(step.level).size
                     at_once = {"inter": across if shape.uniform else 1, "intra": shape.ranks_per_node.count(ranks)}
                     link = LinkKey(step.level, step.primitive, ranks, at_once.get(step.level, 1))
+                    if shape.wire.sites:
+                        link = _measured_with_sites(link, shape)
                     links[link] = max(links[link], step.nbytes)
     return Wanted(dict(links), dict(work))
+
+
+def _measured_with_sites(link: LinkKey, shape: TeamShape) -> LinkKey:
+    """Return the link that the probe measures for a level of sites: all its groups at once, else the whole world."""
+    groups = [group for group in groups_of(cast(Team, shape)) if group.level == link.level]
+    if not groups:
+        return LinkKey("world", link.primitive, shape.size)
+    return max((group.key(link.primitive) for group in groups), key=lambda key: key.groups)
 
 
 @dataclass(frozen=True)
@@ -193,7 +206,9 @@ class Probe:
         links: dict[LinkKey, _Curves] = {}
         groups = groups_of(self.membership.team)
         # Those across the network come last: they may have what the others leave of their shares.
-        for link in sorted(self.wanted.links, key=lambda key: ("intra", "inter", "world").index(key.level)):
+        for link in sorted(
+            self.wanted.links, key=lambda key: ("intra", "inter", "world").index(key.level.split(".")[0])
+        ):
             group = next(group for group in groups if group.key(link.primitive) == link)
             nbytes = sizes(_LEAST_NBYTES, self.wanted.links[link], link.ranks)
             ranks = link.ranks * link.groups

@@ -24,7 +24,7 @@ from commopt.doctor.finding import FINE, Finding
 from commopt.doctor.verdict import gain
 from commopt.doctor.verdict.facts import Measurements, Problem
 from commopt.doctor.verdict.judge import NOT_MEASURED, judge
-from commopt.doctor.verdict.measure import CollectiveProber, Found, measure_paces, node_names, with_expected
+from commopt.doctor.verdict.measure import CollectiveProber, Found, measure_paces, with_expected
 from commopt.doctor.verdict.show import changes, lines_of
 from commopt.doctor.verdict.wires import measure_wires, own_endpoints
 from commopt.errors import CommoptError, ConfigurationError, MismatchError
@@ -33,11 +33,13 @@ from commopt.groups.agreement import exchange_facts
 from commopt.groups.signed import own_secret
 from commopt.groups.store import limited
 from commopt.probe.cli import require_usable, start
+from commopt.probe.network import find_network, looks_for_sites, node_names
 from commopt.simulate import Workload, model
 from topology.cluster import read_host_identity
 
 _MARGIN_S = 15.0
 """How long a measurement that hangs is waited for, beyond the time for all."""
+_SITES_SHARE = 1 / 3  # of the time for all, at most
 _GATHERED = "commopt/verdict"
 
 
@@ -172,6 +174,9 @@ class Examination:
         self.found.add(nodes=names, ranks=counts, backend="nccl" if gpus else "gloo")
         self._say("the pace of every rank")
         self.found.add(paces=measure_paces(membership, device))
+        if looks_for_sites(membership):
+            budget_s = _SITES_SHARE * self._options.budget_s
+            self.found.add(network=find_network(membership, budget_s, self._say))
         left_s = self._left_s(membership)
         prober = CollectiveProber(membership, left_s, self._say)
         prober.levels(self.found)

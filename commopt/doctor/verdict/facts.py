@@ -11,6 +11,7 @@ from typing import Any
 
 from commopt.document import load, one_line_each, read_as, read_text
 from commopt.errors import ConfigurationError
+from topology.network import Network
 
 FORMAT = 1
 
@@ -147,6 +148,7 @@ class Measurements:
     ranks: on each node.
     backend: "gloo" or "nccl".
     unmeasured: why something is missing, "" if nothing is.
+    network: the sites that were found; None where they were told, or where there are too few nodes for any.
     """
 
     nodes: tuple[str, ...]
@@ -159,6 +161,7 @@ class Measurements:
     training: Training | None = None
     unmeasured: str = ""
     date: str = ""
+    network: Network | None = None
 
     @property
     def used(self) -> tuple[InterfaceRates, ...]:

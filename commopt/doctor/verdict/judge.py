@@ -12,6 +12,8 @@ from commopt.aggregate.learning import MOST_STEPS
 from commopt.display import significant
 from commopt.doctor.verdict.facts import Gain, InterfaceRates, Level, Measurements, Training, median_of_others
 from commopt.doctor.verdict.wires import CONNECTIONS
+from commopt.probe.network import level_text, settings
+from topology.network import rate_text
 
 AS_IT_SHOULD_BE, SLOWER, NOT_MEASURED = 0, 1, 2
 """Exit statuses."""
@@ -37,11 +39,13 @@ class Cause:
     weight: how many times slower than it should be; None where nothing gets through.
     text: a sentence.
     remedy: a command that can be pasted, or "".
+    elsewhere: commands for other hosts.
     """
 
     weight: float | None
     text: str
     remedy: str = ""
+    elsewhere: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -115,11 +119,6 @@ def _at_least(wire: InterfaceRates, found: Measurements) -> InterfaceRates:
     return replace(wire, **more)
 
 
-def rate_text(gbps: float) -> str:
-    """Return a rate with its unit."""
-    return f"{significant(gbps)} Gb/s" if gbps >= 1 else f"{significant(gbps * 1e3)} Mb/s"
-
-
 # -------------------------------------------------------------------------------------------- causes
 
 
@@ -142,9 +141,12 @@ def _causes(found: Measurements) -> Iterator[Cause]:
     if other is not None:
         yield other
     yield from slow_nodes
-    if other is None and not slow_nodes:
+    between_sites = list(_untold_sites(found))
+    yield from between_sites
+    if other is None and not slow_nodes and not between_sites:
         yield from _slow_wires(found)
-    yield from list(_one_connection(found)) or _slow_collectives(found)
+    # Between sites nothing is as fast as the best connection inside one.
+    yield from list(_one_connection(found)) or (() if between_sites else _slow_collectives(found))
     yield from _slow_ranks(found)
     yield from _late_rank(found)
 
@@ -264,6 +266,15 @@ def _slow_collectives(found: Measurements) -> Iterator[Cause]:
             yield Cause(weight, f"{text}: peer access may be off", "nvidia-smi topo -p2p n")
 
 
+def _untold_sites(found: Measurements) -> Iterator[Cause]:
+    network = found.network
+    if network is not None and network.sites:
+        weight = max(level.inside_gbps / max(level.across_gbps, 1e-9) for level in network.levels)
+        text = f"nobody told the sites: {'; '.join(level_text(level) for level in network.levels)}"
+        first, *others = settings(network)
+        yield Cause(weight, text, first, tuple(others))
+
+
 def _below(level: Level, share: float) -> bool:
     return level.expected_gbps is not None and level.best_gbps < share * level.expected_gbps
 
@@ -366,6 +377,9 @@ def _rows(found: Measurements) -> Iterator[Row]:
 
 
 def _level_rows(found: Measurements) -> Iterator[Row]:
+    for site in found.network.levels if found.network is not None else ():
+        inside, across = rate_text(site.inside_gbps), rate_text(site.across_gbps)
+        yield Row(f"between {site.name}s, a node of all", across, inside, SLOW)
     slow = bool(list(_slow_collectives(found)))
     for level in found.levels:
         where = {"intra": "inside a node", "inter": "between nodes", "world": "all ranks"}.get(level.level, level.level)

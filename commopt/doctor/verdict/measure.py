@@ -19,6 +19,7 @@ from commopt.doctor.machine import Machine
 from commopt.doctor.verdict.facts import InterfaceRates, Level, Measurements, Pace
 from commopt.groups import Membership
 from commopt.probe.collectives import COLLECTIVES, Collective
+from commopt.probe.network import node_names
 from commopt.probe.operations import ConcurrentGroups, TimedWork, call_of, groups_of
 from commopt.probe.prober import read_header
 from commopt.probe.report import node_factor
@@ -89,12 +90,6 @@ def measure_paces(membership: Membership, device: torch.device) -> tuple[Pace, .
 
 def _named_nodes(membership: Membership) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:
     return node_names(membership), membership.cluster.nodes
-
-
-def node_names(membership: Membership) -> tuple[str, ...]:
-    """Return a name for each node: the host's, with the place of the node where several have the same."""
-    names = membership.cluster.names
-    return tuple(name if names.count(name) == 1 else f"{name}#{place}" for place, name in enumerate(names))
 
 
 # --------------------------------------------------------------------------------------------- memory

@@ -8,10 +8,13 @@ from textwrap import wrap
 
 from commopt.display import WIDTH, aligned, significant
 from commopt.doctor.verdict.facts import Gain, Measurements
-from commopt.doctor.verdict.judge import Row, Verdict, rate_text
+from commopt.doctor.verdict.judge import Row, Verdict
+from topology.network import rate_text
 
 MOST_LINES = 25
 _MOST_ROWS, _MOST_CAUSES, _MOST_GAINS = 6, 2, 3
+_MOST_ELSEWHERE = 2  # commands for other hosts
+_LEAST_ROWS = 2  # a row, and how many there are more
 _SENTENCE_LINES, _CAUSE_LINES, _OTHER_LINES = 3, 2, 1
 _LONGEST_NAME, _LONGEST_CELL = 29, 15
 LEARNED = "docs/evidence/convergence.md"
@@ -50,6 +53,8 @@ def changes(now: Measurements, before: Measurements) -> list[str]:
 def _rates(found: Measurements) -> Iterable[tuple[str, float]]:
     for level in found.levels:
         yield from ((f"{level.level} {name}", gbps) for name, gbps in level.rates if gbps > 0)
+    for site in found.network.levels if found.network is not None else ():
+        yield f"between {site.name}s", site.across_gbps
     for wire in found.wires:
         if wire.gbps:
             yield f"{wire.node} {wire.interface}", wire.gbps
@@ -74,7 +79,7 @@ def _clipped(text: str, most: int, first: str = "", rest: str = "") -> list[str]
 
 def _table(rows: Sequence[Row], most: int) -> list[str]:
     most = min(most, _MOST_ROWS)
-    if not rows:
+    if not rows or most < _LEAST_ROWS:
         return []
     shown = rows if len(rows) <= most else rows[: most - 1]
     cells = [
@@ -96,6 +101,9 @@ def _causes(verdict: Verdict) -> list[str]:
         lines += _clipped(cause.text, _CAUSE_LINES, f"{number}. ", "   ")
         if cause.remedy:
             lines.append(_cut(f"   $ {cause.remedy}", WIDTH))
+        lines += _fit(f"   $ {command}" for command in cause.elsewhere[:_MOST_ELSEWHERE])
+        if (more := len(cause.elsewhere) - _MOST_ELSEWHERE) > 0:
+            lines.append(f"   and {more} more (--json)")
     return lines
 
 
