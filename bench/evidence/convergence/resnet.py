@@ -7,15 +7,9 @@ the edges, with another one over it that has less contrast, in noise.
 
 # No `from __future__ import annotations`: as the examples, whose trainings this one stands beside.
 
-import argparse
-
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.functional import avg_pool2d, cross_entropy, pad, relu
-from torch.nn.parallel import DistributedDataParallel
-
-import commopt
+from torch.nn.functional import avg_pool2d, pad, relu
 
 PIXELS = 32
 CLASSES = 10
@@ -92,74 +86,3 @@ def resnet18(width: int) -> nn.Module:
     model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, CLASSES))
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stubs lack it; half the time
     return model
-
-
-# ---------------------------------------------------------------------------------- the training
-
-
-class Training:
-    """As examples.train_digits.Training, of `resnet18`."""
-
-    def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
-        torch.manual_seed(options.seed)
-        model = resnet18(options.width).to(device)
-        self.model = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
-        self.learning_rate = options.learning_rate
-        self.steps = options.steps
-        self.optimizer: torch.optim.Optimizer
-        if options.optimizer == "sgd":
-            self.optimizer = torch.optim.SGD(self.model.parameters(), self.learning_rate, options.momentum)
-        else:
-            self.optimizer = torch.optim.AdamW(
-                self.model.parameters(), self.learning_rate, betas=options.betas, weight_decay=WEIGHT_DECAY
-            )
-        self.decay = self._decay()
-        self.device = device
-        self.batch = options.batch
-        self.textures = textures()
-        self.held_out = draw_images(self.textures, HELD_OUT_IMAGES, torch.Generator().manual_seed(0))
-        # Every rank draws its own batches; they depend on the seed and the rank, not on the strategy.
-        self.draws = torch.Generator().manual_seed(1 + options.seed * dist.get_world_size() + dist.get_rank())
-
-    def _decay(self) -> torch.optim.lr_scheduler.LinearLR:
-        return torch.optim.lr_scheduler.LinearLR(self.optimizer, 1.0, 0.0, self.steps)
-
-    def follow(self, state: commopt.CommState | None) -> None:
-        """Take the optimizer that goes with the hook, where the hook does Adam's part of AdamW."""
-        if state is not None and state.aggregator is not None and state.aggregator.adam is not None:
-            self.optimizer = state.optimizer(self.model.parameters(), self.learning_rate, WEIGHT_DECAY)
-            self.decay = self._decay()
-
-    def step(self) -> Tensor:
-        """Do one optimizer step on this rank's next batch; return this rank's loss, still on the device."""
-        images, labels = (each.to(self.device) for each in draw_images(self.textures, self.batch, self.draws))
-        loss = cross_entropy(self.model(images.contiguous(memory_format=torch.channels_last)), labels)
-        self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        self.optimizer.step()
-        self.decay.step()
-        return loss.detach()
-
-    @torch.no_grad()
-    def held_out_accuracy(self) -> tuple[float, float]:
-        """Return the share of held-out images that are recognized, and the loss in nats; all ranks take a part."""
-        mine = slice(dist.get_rank(), None, dist.get_world_size())
-        images, labels = (each[mine].to(self.device) for each in self.held_out)
-        logits = self.model.module(images.contiguous(memory_format=torch.channels_last))
-        right = (logits.argmax(1) == labels).sum()
-        totals = torch.stack([right, cross_entropy(logits, labels, reduction="sum")])
-        dist.all_reduce(totals)
-        accuracy, loss = (totals / len(self.held_out[1])).tolist()
-        return accuracy, loss
-
-
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add what `Training` reads from its options."""
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--width", type=int, default=16, help="channels of the first stage (default 16)")
-    parser.add_argument("--steps", type=int, required=True, help="of the optimizer")
-    parser.add_argument("--batch", type=int, default=16, help="images per rank and step (default 16)")
-    parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd")
-    parser.add_argument("--betas", type=float, nargs=2, default=BETAS, help="of AdamW")
-    parser.add_argument("--momentum", type=float, default=0.9, help="of SGD (default 0.9)")
-    parser.add_argument("--learning-rate", type=float, required=True)
