@@ -168,14 +168,34 @@ def optimizers_of(
     """Return what trains `model`: Muon the matrices of the blocks and AdamW the rest, or one optimizer for all."""
     if name == "sgd":
         return [torch.optim.SGD(model.parameters(), learning_rate, momentum=0.9, fused=True)]
-    parts: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    parts: dict[bool, list[Tensor]] = {True: [], False: []}
     for path, each in model.named_parameters():
         parts[name == "muon" and "blocks." in path and each.dim() == 2].append(each)
     adamw = torch.optim.AdamW(parts[False], learning_rate, betas=betas, weight_decay=WEIGHT_DECAY, fused=True)
-    if not parts[True]:
-        return [adamw]
+    return [muon_within_nodes(parts[True], learning_rate), adamw] if parts[True] else [adamw]
+
+
+def muon_within_nodes(matrices: list[Tensor], learning_rate: float) -> torch.optim.Optimizer:
+    """Return torch's Muon. Under HSDP it sees the shards of its own node: of more it would sum parts between nodes."""
+    from torch.distributed.tensor import DTensor
+
+    def of_this_node(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, DTensor) or tensor.device_mesh.ndim == 1:
+            return tensor
+        mesh, shape, stride = tensor.device_mesh["shard"], tensor.shape, tensor.stride()
+        local = tensor.to_local().detach()
+        return DTensor.from_local(local, mesh, tensor.placements[1:], run_check=False, shape=shape, stride=stride)
+
+    own = [of_this_node(each) for each in matrices]  # the same memory
     # Updates as long as AdamW's, so that one learning rate is for both.
-    return [torch.optim.Muon(parts[True], learning_rate, WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw"), adamw]
+    muon = torch.optim.Muon(own, learning_rate, WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw")
+
+    def take_gradients(*_: object) -> None:
+        for mine, each in zip(own, matrices, strict=True):
+            mine.grad = None if each.grad is None else of_this_node(each.grad)
+
+    muon.register_step_pre_hook(take_gradients)
+    return muon
 
 
 class Training:

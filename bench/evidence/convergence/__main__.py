@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 
 from bench.demo import local_ranks
 from bench.environment import end_when_told, machine
@@ -40,13 +39,15 @@ def train(options: argparse.Namespace) -> int:
 
 
 def _together(commands: Sequence[Sequence[str]], settings: Mapping[str, str]) -> int:
-    """Run commands side by side to their ends; return the exit status of one that failed, 0 of none."""
-    with ExitStack() as stack:
-        running = []
-        for command in commands:
-            running.append(stack.enter_context(subprocess.Popen(command, env={**os.environ, **settings, **_NO_GPU})))
-            stack.callback(running[-1].terminate)  # when this process is told to stop, torchrun has to stop the ranks
-        return next((failure for each in running if (failure := each.wait())), 0)
+    """Run commands side by side to their ends; return 0, or the exit status of one that failed."""
+    running = [subprocess.Popen(command, env={**os.environ, **settings, **_NO_GPU}) for command in commands]
+    try:
+        return next((status for each in running if (status := each.wait())), 0)
+    finally:
+        for each in running:
+            each.terminate()  # when this process is told to stop, torchrun has to stop the ranks
+        for each in running:
+            each.wait()
 
 
 def main() -> int:

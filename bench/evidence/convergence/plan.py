@@ -42,8 +42,8 @@ class Entry:
     """What averages where the strategy is no preset's name."""
     is_tuned: bool = False
     """Whether its best learning rate is looked for, and trained with beside stock DDP's."""
-    is_extra: bool = False
-    """Whether it is trained after the others."""
+    turn: int = 0
+    """When it is trained: after all entries of an earlier turn, with all seeds."""
     rate: float = 1.0
     """Times the task's learning rate."""
 
@@ -132,16 +132,16 @@ class Comparison:
         stock = {optimizer: rate for (optimizer, entry), rate in best.items() if entry.strategy == STOCK}
         usual = [(optimizer, entry) for entry in self.entries for optimizer in entry.optimizers]
         others = [
-            (optimizer, replace(entry, rate=rate / stock[optimizer]))
+            (optimizer, replace(entry, rate=rate / stock[optimizer], turn=entry.turn + 1))
             for (optimizer, entry), rate in best.items()
             if rate != stock[optimizer]
         ]
         return [
             Case(self.task, optimizer, entry, seed)
-            for is_extra in (False, True)
+            for turn in sorted({entry.turn for _, entry in (*usual, *others)})
             for seed in range(self.seeds)
             for optimizer, entry in (*usual, *others)
-            if entry.is_extra == is_extra
+            if entry.turn == turn
         ]
 
     def settings(self) -> dict[str, Any]:
@@ -161,36 +161,36 @@ class Comparison:
 # ---------------------------------------------------------------------------------- every preset, paired
 
 _USUAL = ("sgd", "adamw", "muon")
-_entry = partial(Entry, optimizers=_USUAL)
 _tuned = partial(Entry, optimizers=_USUAL, is_tuned=True)
-_extra = partial(Entry, optimizers=("sgd", "adamw"), is_extra=True)
+_later = partial(Entry, optimizers=("sgd", "adamw"), turn=2)
+_last = partial(Entry, optimizers=("sgd", "adamw"), turn=3)
 # With one rank a node a flat preset is the same as its hierarchical_ one.
 ENTRIES = (
     _tuned(STOCK, optimizers=tuple(OPTIMIZERS)),
-    _entry(NULL, optimizers=tuple(OPTIMIZERS)),
-    _extra("hierarchical_bf16"),
-    _extra("hierarchical_quantized"),
-    _entry("hierarchical_quantized:bits=4"),
+    Entry(NULL, optimizers=tuple(OPTIMIZERS)),
+    _later("hierarchical_bf16"),
+    _later("hierarchical_quantized"),
+    _later("hierarchical_quantized:bits=4", optimizers=_USUAL),
     _tuned("hierarchical_quantized:bits=2"),
-    _extra("hierarchical_quantized:bits=2:block=512"),
-    _tuned("hierarchical_onebit"),
-    _extra("hierarchical_onebit" + NO_FEEDBACK),
-    _extra("hierarchical_onebit:scale=mean"),
-    _extra("hierarchical_onebit:start_step=100"),
+    _last("hierarchical_quantized:bits=2:block=512"),
+    _tuned("hierarchical_onebit", optimizers=("sgd", "muon")),
+    _later("hierarchical_onebit", optimizers=("adamw",)),
+    _last("hierarchical_onebit" + NO_FEEDBACK),
+    _last("hierarchical_onebit:scale=mean"),
+    _last("hierarchical_onebit:start_step=100"),
     _tuned("hierarchical_onebit:adam=True", optimizers=("adamw",)),
-    _tuned("hierarchical_onebit:adam=(0.5,0.95)", optimizers=("adamw_short",)),
-    _extra("hierarchical_dgc:density=0.05"),
+    _later("hierarchical_dgc:density=0.05"),
     _tuned("hierarchical_dgc:density=0.01", optimizers=("sgd", "adamw_short", "muon")),
-    _extra("hierarchical_dgc:density=0.01", optimizers=("adamw",)),
-    _extra(f"hierarchical_dgc:density=0.01{NO_FEEDBACK}"),
-    _extra("hierarchical_dgc:min_elements=1"),
-    _extra("hierarchical_powersgd:matrix_rank=16"),
+    _later("hierarchical_dgc:density=0.01", optimizers=("adamw",)),
+    _last(f"hierarchical_dgc:density=0.01{NO_FEEDBACK}"),
+    _later("hierarchical_dgc:min_elements=1"),
+    _later("hierarchical_powersgd:matrix_rank=16"),
     _tuned("hierarchical_powersgd"),
-    _extra("hierarchical_powersgd" + NO_FEEDBACK),
-    _extra("hierarchical_powersgd:matrix_rank=1"),
+    _last("hierarchical_powersgd" + NO_FEEDBACK),
+    _later("hierarchical_powersgd:matrix_rank=1"),
     _tuned("torch_powersgd", optimizers=("adamw",)),
     _tuned("onebit_local"),
-    _extra("onebit_local:delay=4:fragments=4", optimizers=("adamw",)),
+    _later("onebit_local:delay=4:fragments=4", optimizers=("adamw",)),
 )
 GPT = Task(
     name="gpt",
