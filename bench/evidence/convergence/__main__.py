@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from bench.demo import local_ranks
 from bench.environment import end_when_told, machine
 from bench.evidence.convergence import local_table, report, sparse_table
-from bench.evidence.convergence.ranks import STAGES, parse_options
+from bench.evidence.convergence.ranks import STAGES, parse_options, todo
 
 _UNUSABLE = 2
 _NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # the ranks need no GPUs: how well a model learns is the same without
@@ -31,23 +31,28 @@ def train(options: argparse.Namespace) -> int:
     launcher, settings = local_ranks(len(ranks_per_node), ranks_per_node[0])
     command = [sys.executable, "-m", *launcher, "-m", "bench.evidence.convergence.ranks", *sys.argv[1:]]
     for stage in STAGES:
-        if failure := _together(
-            [[*command, f"--stage={stage}", f"--job={job}"] for job in range(options.jobs)], settings
-        ):
+        if not todo(options.comparison, stage, report.read(options.json)[1]):
+            continue
+        jobs = [[*command, f"--stage={stage}", f"--job={job}"] for job in range(options.jobs)]
+        if failure := _together(jobs, settings):
             return failure
     return 0
 
 
 def _together(commands: Sequence[Sequence[str]], settings: Mapping[str, str]) -> int:
-    """Run commands side by side to their ends; return 0, or the exit status of one that failed."""
+    """Run commands side by side, each to its end whatever becomes of others; return 0, or the status of one that failed.
+
+    When this process is told to stop, so are they: torchrun has to stop the ranks.
+    """
     running = [subprocess.Popen(command, env={**os.environ, **settings, **_NO_GPU}) for command in commands]
     try:
-        return next((status for each in running if (status := each.wait())), 0)
+        statuses = [each.wait() for each in running]
     finally:
         for each in running:
-            each.terminate()  # when this process is told to stop, torchrun has to stop the ranks
+            each.terminate()
         for each in running:
             each.wait()
+    return next(filter(None, statuses), 0)
 
 
 def main() -> int:

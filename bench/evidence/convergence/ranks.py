@@ -7,7 +7,7 @@ import argparse
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from math import isfinite
@@ -23,7 +23,7 @@ import bench.evidence.convergence
 import commopt
 from bench.environment import gather, slowest_rank_ms
 from bench.evidence.convergence import plan, report, sparse
-from bench.evidence.convergence.plan import Case
+from bench.evidence.convergence.plan import Case, Comparison
 from bench.evidence.convergence.report import Point, Run
 from bench.training.strategies import enter
 from commopt.command_line import CommandParser, output_file, whole
@@ -147,18 +147,22 @@ def digest_of(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
+def todo(comparison: Comparison, stage: str, runs: Sequence[Run], job: int = 0, jobs: int = 1) -> list[Case]:
+    """Return the trainings of a job's part of a stage that are not in `runs`; no other job adds any of these."""
+    losses = {run.key: run.loss for run in runs}
+    cases = comparison.rate_cases() if stage == STAGES[0] else comparison.cases(losses)
+    return [case for case in cases[job::jobs] if case.key not in losses]
+
+
 def main() -> None:
     """Do this job's part of the trainings that the file lacks; rank 0 adds them."""
     options = parse_options()
     device = start_process_group()
-    runs, comparison = report.read(options.json)[1], options.comparison
-    losses = {run.key: run.loss for run in runs}
-    cases = comparison.rate_cases() if options.stage == STAGES[0] else comparison.cases(losses)
-    todo = [case for case in cases[options.job :: options.jobs] if case.key not in losses]  # no other job adds these
-    message = f"{len(todo)} trainings"
+    cases = todo(options.comparison, options.stage, report.read(options.json)[1], options.job, options.jobs)
+    message = f"{len(cases)} trainings"
     with progress_bar() as show:
-        for index, case in enumerate(todo):
-            run = train(case, device, _part(show, index, len(todo), message))
+        for index, case in enumerate(cases):
+            run = train(case, device, _part(show, index, len(cases), message))
             message = f"{' '.join(map(str, run.key))}: loss {run.loss:.3f}"
             if dist.get_rank() == 0:
                 report.add(options.json, run)

@@ -169,6 +169,11 @@ class Summary:
         return self.percent_at_worst <= PERCENT_ALLOWED
 
 
+def compared(environment: Environment, runs: Sequence[Run]) -> list[Summary]:
+    """Return the summaries of a file, but for the trainings that try learning rates."""
+    return summarize([run for run in runs if not run.task.endswith("-rates")], len(environment.ranks_per_node))
+
+
 def summarize(runs: Sequence[Run], nodes: int = 2) -> list[Summary]:
     """Return a summary for every task, optimizer and strategy of which stock DDP has the same seeds."""
     by_key = {run.key: run for run in runs}
@@ -243,11 +248,11 @@ def verdict(summary: Summary | None, most: int = 0) -> str:
 
 def caption(environment: Environment, runs: Sequence[Run], seeds: int) -> str:
     """Say in sentences what the figures are."""
-    settings = environment.settings[runs[0].task]
+    settings = environment.settings[runs[-1].task]
     windows = f"{settings['windows']} held-out windows" if "windows" in settings else "held-out text"
     ranks = " + ".join(map(str, environment.ranks_per_node))
     sentences = [
-        f"{runs[0].parameters:,} parameters, {settings['steps']} steps, {ranks} ranks on "
+        f"{runs[-1].parameters:,} parameters, {settings['steps']} steps, {ranks} ranks on "
         f"{len(environment.ranks_per_node)} nodes, n = {seeds} paired seeds.",
         f"`{STOCK}`: mean loss in nats per byte on {windows}, and the learning rate.",
         "Others: how much higher the loss is than stock DDP's of the same optimizer and seed, mean ± 95 % t-interval.",
@@ -284,13 +289,12 @@ def rates(runs: Sequence[Run]) -> str:
 def markdown(path: Path) -> str:
     """Return the tables of a file; raises ValueError when it has nothing to compare with."""
     environment, runs = read(path)
-    compared = [run for run in runs if not run.task.endswith("-rates")]
-    summaries = summarize(compared, len(environment.ranks_per_node))
+    summaries = compared(environment, runs)
     if not summaries:
         raise ValueError(f"{path} has no trainings of {STOCK}, which all are compared with")
     found = rows(summaries)
     main = table(list(found[0]), [list(row.values()) for row in found])
-    told = caption(environment, compared, max(len(each.each) for each in summaries))
+    told = caption(environment, runs, max(len(each.each) for each in summaries))
     return "\n\n".join(filter(None, (main, told, rates(runs))))
 
 
