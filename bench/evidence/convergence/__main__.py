@@ -40,7 +40,7 @@ def train(options: argparse.Namespace) -> int:
 
 
 def _together(commands: Sequence[Sequence[str]], settings: Mapping[str, str]) -> int:
-    """Run commands side by side, each to its end whatever becomes of others; return 0, or the status of one that failed.
+    """Run commands side by side, each to its end, and return 0, or the status of one that failed.
 
     When this process is told to stop, so are they: torchrun has to stop the ranks.
     """

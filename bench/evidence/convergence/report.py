@@ -165,8 +165,14 @@ class Summary:
 
     @property
     def acceptable(self) -> bool:
-        """Whether it learns as well as stock DDP, to the tolerance this project promises."""
+        """Whether it is sure to learn as well as stock DDP, to the tolerance this project promises."""
         return self.percent_at_worst <= PERCENT_ALLOWED
+
+    @property
+    def is_worse(self) -> bool:
+        """Whether it is outside of the tolerance, and sure to be worse than stock DDP."""
+        middle, half = interval(self.each)
+        return middle > PERCENT_ALLOWED and middle > half
 
 
 def compared(environment: Environment, runs: Sequence[Run]) -> list[Summary]:
@@ -243,7 +249,7 @@ def verdict(summary: Summary | None, most: int = 0) -> str:
     middle, half = interval(summary.each)
     spread = f" ±{half:.2f}" if isfinite(half) else ""
     seeds = f" (n = {len(summary.each)})" if len(summary.each) < most else ""
-    return f"{middle:+.2f}{spread} %{seeds}{'' if summary.acceptable else ' !'}"
+    return f"{round(middle, 2) + 0.0:+.2f}{spread} %{seeds}{'' if summary.acceptable else ' !'}"
 
 
 def caption(environment: Environment, runs: Sequence[Run], seeds: int) -> str:
