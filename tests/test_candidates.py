@@ -44,7 +44,7 @@ def test_each_family_has_one_candidate_in_each_form() -> None:
     names = ["bf16", "quantized", "powersgd"]
     assert {each.name for each in found} == {*names, *(f"hierarchical {name}" for name in names)}
     usual = {each.name: each.strategy for each in found}
-    assert usual["quantized"] == repr(Compressed(Quantize(2)))
+    assert usual["quantized"] == repr(Compressed(Quantize(4)))
     assert usual["powersgd"] == repr(PowerSGD(16))
     assert allowed_families(Auto(), NODES) == ()
 
@@ -52,9 +52,9 @@ def test_each_family_has_one_candidate_in_each_form() -> None:
 @pytest.mark.parametrize(
     ("optimizer", "chosen"),
     [
-        ("sgd", {"quantized": (2, 1.03), "powersgd": (4, 1.04), "dgc": (0.05, 1.09), "onebit": (512, 1.52)}),
-        ("adamw", {"quantized": (2, 1.04), "powersgd": (16, 1.03), "dgc": (0.05, 1.41), "onebit": (512, 1.43)}),
-        ("", {"quantized": (2, 1.04), "powersgd": (16, 1.03), "dgc": (0.05, 1.41), "onebit": (512, 1.52)}),
+        ("sgd", {"quantized": (4, 1.01), "powersgd": (16, 1.01), "dgc": (0.05, 1.23), "onebit": (512, 2.37)}),
+        ("adamw", {"quantized": (2, 1.03), "powersgd": (16, 1.01), "dgc": (0.05, 1.21), "onebit": (512, 1.33)}),
+        ("", {"quantized": (4, 1.01), "powersgd": (16, 1.01), "dgc": (0.05, 1.23), "onebit": (512, 2.37)}),
     ],
 )
 def test_the_strength_is_the_strongest_that_learns_nearly_as_fast(
@@ -100,7 +100,7 @@ def test_what_is_said_of_learning_was_measured() -> None:
             loss = 1.05 * mean(dense[run.seed].loss for run in took)
             to_dense = mean(dense[run.seed].steps_to(loss) or steps for run in took)
             measured = mean(run.steps_to(loss) or steps for run in took) / to_dense
-            assert getattr(learned, optimizer) == pytest.approx(measured, abs=0.006), learned
+            assert getattr(learned, optimizer) == pytest.approx(max(1.0, measured), abs=0.006), learned
 
 
 def test_a_gradient_that_tells_nothing_is_refused() -> None:
