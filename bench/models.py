@@ -24,10 +24,14 @@ class Trainable(Protocol):
     """A fresh model under DDP or FSDP2, its optimizer and this rank's batches; equal seeds start equal runs."""
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
     device: torch.device
     evaluation: str
     """On what the held-out loss is computed."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The one that steps first."""
+        ...
 
     def step(self) -> Tensor:
         """Do one optimizer step on this rank's next batch; return this rank's loss, still on the device."""

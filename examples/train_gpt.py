@@ -41,7 +41,7 @@ HELD_OUT_EVERY = 10  # files
 HELD_OUT_WINDOWS = 64
 WARM_UP_STEPS = 10
 WEIGHT_DECAY = 0.1  # of AdamW
-LEARNING_RATES = {"adamw": 1e-3, "sgd": 0.1}
+LEARNING_RATES = {"adamw": 1e-3, "muon": 1e-3, "sgd": 0.1}
 
 
 # ------------------------------------------------------------------------------------ 1. the data
@@ -162,6 +162,42 @@ def parallelize(model: "GPT", parallel: str, device: torch.device, bf16: bool = 
 # -------------------------------------------------------------------------------- 4. the training
 
 
+def optimizers_of(
+    model: nn.Module, name: str, learning_rate: float, betas: tuple[float, float]
+) -> list[torch.optim.Optimizer]:
+    """Return what trains `model`: Muon the matrices of the blocks and AdamW the rest, or one optimizer for all."""
+    if name == "sgd":
+        return [torch.optim.SGD(model.parameters(), learning_rate, momentum=0.9, fused=True)]
+    parts: dict[bool, list[Tensor]] = {True: [], False: []}
+    for path, each in model.named_parameters():
+        parts[name == "muon" and "blocks." in path and each.dim() == 2].append(each)
+    adamw = torch.optim.AdamW(parts[False], learning_rate, betas=betas, weight_decay=WEIGHT_DECAY, fused=True)
+    return [muon_within_nodes(parts[True], learning_rate), adamw] if parts[True] else [adamw]
+
+
+def muon_within_nodes(matrices: list[Tensor], learning_rate: float) -> torch.optim.Optimizer:
+    """Return torch's Muon. Under HSDP it sees the shards of its own node: of more it would sum parts between nodes."""
+    from torch.distributed.tensor import DTensor
+
+    def of_this_node(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, DTensor) or tensor.device_mesh.ndim == 1:
+            return tensor
+        mesh, shape, stride = tensor.device_mesh["shard"], tensor.shape, tensor.stride()
+        local = tensor.to_local().detach()
+        return DTensor.from_local(local, mesh, tensor.placements[1:], run_check=False, shape=shape, stride=stride)
+
+    own = [of_this_node(each) for each in matrices]  # the same memory
+    # Updates as long as AdamW's, so that one learning rate is for both.
+    muon = torch.optim.Muon(own, learning_rate, WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw")
+
+    def take_gradients(*_: object) -> None:
+        for mine, each in zip(own, matrices, strict=True):
+            mine.grad = None if each.grad is None else of_this_node(each.grad)
+
+    muon.register_step_pre_hook(take_gradients)
+    return muon
+
+
 class Training:
     """A fresh model, its optimizer and this rank's batches: equal seeds start equal runs, whatever the strategy."""
 
@@ -171,14 +207,8 @@ class Training:
         self.model: nn.Module = parallelize(model, options.parallel, device, options.bf16)
         self.learning_rate = learning_rate = options.learning_rate or LEARNING_RATES[options.optimizer]
         self.decay_steps = options.decay_steps
-        self.optimizer: torch.optim.Optimizer
-        if options.optimizer == "sgd":
-            self.optimizer = torch.optim.SGD(self.model.parameters(), learning_rate, momentum=0.9, fused=True)
-        else:
-            self.optimizer = torch.optim.AdamW(
-                self.model.parameters(), learning_rate, betas=options.betas, weight_decay=WEIGHT_DECAY, fused=True
-            )
-        self.schedule = self._schedule()
+        self.optimizers = optimizers_of(self.model, options.optimizer, learning_rate, options.betas)
+        self.schedules = [self._schedule(optimizer) for optimizer in self.optimizers]
         self.device = device
         self.batch = options.batch
         self.context = options.context
@@ -187,41 +217,47 @@ class Training:
         # Every rank draws its own batches; they depend on the seed and the rank, not on the strategy.
         self.draws = torch.Generator().manual_seed(options.seed * dist.get_world_size() + dist.get_rank())
 
-    def _schedule(self) -> torch.optim.lr_scheduler.LRScheduler:
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The one that steps first, of all parameters unless Muon is one."""
+        return self.optimizers[0]
+
+    def _schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
         linear = torch.optim.lr_scheduler.LinearLR
         schedules: list[torch.optim.lr_scheduler.LRScheduler]
-        schedules = [linear(self.optimizer, 1 / WARM_UP_STEPS, total_iters=WARM_UP_STEPS)]
+        schedules = [linear(optimizer, 1 / WARM_UP_STEPS, total_iters=WARM_UP_STEPS)]
         if self.decay_steps:
-            schedules.append(linear(self.optimizer, 1.0, 0.0, self.decay_steps))
+            schedules.append(linear(optimizer, 1.0, 0.0, self.decay_steps))
         return torch.optim.lr_scheduler.ChainedScheduler(schedules)
 
     def follow(self, state: commopt.CommState | None) -> None:
         """Take the optimizer that goes with the hook, where the hook does Adam's part of AdamW."""
         if state is not None and state.aggregator is not None and state.aggregator.adam is not None:
-            self.optimizer = state.optimizer(self.model.parameters(), self.learning_rate, WEIGHT_DECAY)
-            self.schedule = self._schedule()
+            self.optimizers = [state.optimizer(self.model.parameters(), self.learning_rate, WEIGHT_DECAY)]
+            self.schedules = [self._schedule(self.optimizer)]
 
     def step(self) -> Tensor:
         """Do one optimizer step on this rank's next batch; return this rank's loss, still on the device."""
         starts = torch.randint(len(self.train) - self.context, (self.batch,), generator=self.draws)
         tokens, targets = windows_at(self.train, starts, self.context, self.device)
         loss = cross_entropy(self.model(tokens).flatten(0, 1), targets.flatten())
-        self.optimizer.zero_grad(set_to_none=True)
+        self.model.zero_grad(set_to_none=True)
         loss.backward()  # gradients are averaged in here, while it runs
-        self.optimizer.step()
-        self.schedule.step()
+        for optimizer, schedule in zip(self.optimizers, self.schedules, strict=True):
+            optimizer.step()
+            schedule.step()
         return loss.detach()
 
     @torch.no_grad()
-    def held_out_loss(self) -> float:
+    def held_out_loss(self, windows: int = HELD_OUT_WINDOWS) -> float:
         """Return the mean loss in nats per byte on the same held-out windows each time; all ranks take a share."""
-        starts = torch.linspace(0, len(self.held_out) - self.context - 1, HELD_OUT_WINDOWS).long()
+        starts = torch.linspace(0, len(self.held_out) - self.context - 1, windows).long()
         mine = starts[dist.get_rank() :: dist.get_world_size()]
         tokens, targets = windows_at(self.held_out, mine, self.context, self.device)
         model = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
         total = cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), reduction="sum")
         dist.all_reduce(total)
-        return float(total / (HELD_OUT_WINDOWS * self.context))
+        return float(total / (windows * self.context))
 
 
 # ----------------------------------------------------------------------------- 5. the command line

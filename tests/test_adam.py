@@ -347,8 +347,18 @@ def sgd_with_momentum(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
+def muon_of_matrices(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Muon([each for each in parameters if each.dim() == 2])
+
+
 @pytest.mark.parametrize(
-    ("make", "name"), [(torch.optim.AdamW, "AdamW"), (torch.optim.RMSprop, "RMSprop"), (sgd_with_momentum, "momentum")]
+    ("make", "name"),
+    [
+        (torch.optim.AdamW, "AdamW"),
+        (torch.optim.RMSprop, "RMSprop"),
+        (sgd_with_momentum, "momentum"),
+        (muon_of_matrices, "Muon"),
+    ],
 )
 def test_a_second_adam_is_refused_by_name(make: Callable[[Any], torch.optim.Optimizer], name: str) -> None:
     for message in run(step_by, 2, make, nodes=(1, 1)):

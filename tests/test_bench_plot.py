@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from bench.evidence.convergence.report import read as read_convergence
-from bench.evidence.convergence.report import summarize
+from bench.evidence.convergence import report
 from bench.plot import evidence, training
 from bench.plot.__main__ import draw_all, main
 from bench.plot.pictures import PICTURES, drawings, kind_of
@@ -119,23 +118,24 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
 
 
 def test_learning_has_a_mark_for_each_preset_at_what_it_sent(figures: list[Figure]) -> None:
-    evidence.draw_learning(RESULTS / "convergence.json", Path("unused.png"))
+    file = RESULTS / "convergence.json"
+    evidence.draw_learning(file, Path("unused.png"))
     titles = [axes.get_title(loc="left").partition(":")[0] for axes in figures[0].axes]
-    assert titles == ["digits, SGD with momentum", "digits, AdamW", "gpt, SGD with momentum", "gpt, AdamW"]
-    labels = {text.get_text(): text for text in figures[0].axes[2].texts}  # at the height of a mark, tied to it
-    assert not any("feedback" in name for name in labels)
-    _, runs = read_convergence(RESULTS / "convergence.json")
-    for strategy, name in (("hierarchical", "hierarchical"), ("hierarchical_quantized:bits=2", "quantized:bits=2")):
-        own = [run for run in runs if (run.task, run.optimizer, run.strategy) == ("gpt", "sgd", strategy)]
-        (found,) = (
-            each
-            for each in figures[0].axes[2].lines
-            if np.asarray(each.get_xdata()).tolist() == [own[0].inter_bytes_per_step * 400 / 2**20]  # type: ignore[operator]
-            and each.get_marker() == "o"
-        )
-        worse = [each.percent_of_loss for each in summarize(runs) if (each.task, each.optimizer) == ("gpt", "sgd")]
-        assert np.asarray(found.get_ydata()).item() in [pytest.approx(each) for each in worse]
-        assert labels[name].get_color() == found.get_color() == style_of(strategy).colour
+    assert titles == list(report.OPTIMIZER_TITLES.values())
+    panel = figures[0].axes[0]
+    labels = {text.get_text(): text for text in panel.texts}  # at the height of a mark, tied to it
+    assert not any("feedback" in name or "rate x" in name for name in labels)
+    strategy = "hierarchical_quantized:bits=2"
+    (summary,) = (
+        each for each in report.compared(*report.read(file)) if (each.optimizer, each.strategy) == ("sgd", strategy)
+    )
+    (found,) = (
+        each
+        for each in panel.lines
+        if np.asarray(each.get_xdata()).tolist() == [summary.sent] and each.get_marker() == "o"
+    )
+    assert np.asarray(found.get_ydata()).item() == pytest.approx(summary.percent_of_loss)
+    assert labels["quantized:bits=2"].get_color() == found.get_color() == style_of(strategy).colour
 
 
 @pytest.mark.parametrize(("most_nbytes", "alpha_us"), [(2**12, 1000.0), (2**26, 10.0)])

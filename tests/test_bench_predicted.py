@@ -11,9 +11,7 @@ from unittest.mock import patch
 import pytest
 
 import commopt
-from bench.evidence.convergence.plan import NO_FEEDBACK
-from bench.evidence.convergence.report import Summary, summarize
-from bench.evidence.convergence.report import read as read_convergence
+from bench.evidence.convergence import report
 from bench.evidence.scaling import predicted, presets, published
 from bench.evidence.scaling.predicted import GBPS, STRATEGIES, Assumptions, predictions, read
 from bench.plot.pictures import drawings
@@ -65,14 +63,13 @@ def test_file_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_what_learned_worse_is_simulated_and_never_called_the_best() -> None:
-    """A preset is flagged where a measured training of it, with error feedback, missed what this project promises."""
-    _, runs = read_convergence(RESULTS / "convergence.json")
-    missed = {each.strategy for each in summarize(runs) if not each.acceptable and NO_FEEDBACK not in each.strategy}
-    assert (
-        {name.partition(":")[0] for name in missed if "matrix_rank=1" not in name and "_local" not in name}
-        == {*("onebit", "hierarchical_onebit", "hierarchical_dgc")}
-        == set(FLAGGED) - {"dgc"}
-    )  # which was tried with the digits only
+    """A preset is flagged where a measured training of it, as it is by default, missed what this project promises."""
+    learned = report.compared(*report.read(RESULTS / "convergence.json"))
+    missed = {each.strategy for each in learned if each.is_worse and each.optimizer in ("sgd", "adamw")}
+    assert {name for name in missed if name in commopt.PRESETS} == {
+        name for name in FLAGGED if name.startswith("hierarchical_") and name != "hierarchical_dgc"
+    }
+    assert {"hierarchical_dgc:density=0.01", "hierarchical_dgc:min_elements=1"} < missed  # which DGC is by default
     candidates = (*LOSSY, *FLAGGED, "dgc:adam=True")
     with patch.multiple(presets, GBPS=(1,), CANDIDATES=candidates):
         (cell,) = presets.cells(given(), "resnet50", (2,))
@@ -80,16 +77,15 @@ def test_what_learned_worse_is_simulated_and_never_called_the_best() -> None:
         assert list(step_ms.values()) == sorted(step_ms.values())
         assert step_ms.keys() == {*presets.EXACT, *candidates}
         assert cell.stock_ms == step_ms["stock"] > cell.exact_ms == step_ms["hierarchical"]
-        learned = summarize(runs)
         adamw = presets.allowed(learned, "adamw")
-        assert {*presets.EXACT, *LOSSY} == {*adamw}
+        assert {*presets.EXACT, *LOSSY} >= {*adamw} > {*presets.EXACT, "hierarchical_bf16"}
         name, ms = cell.best(adamw)
         assert ms == step_ms[name] <= 1.02 * min(step_ms[each] for each in adamw)
         assert all(step_ms[each] > 1.02 * min(step_ms[each] for each in adamw) for each in adamw[: adamw.index(name)])
         # With few elements DGC is judged by a training that sent as few.
         few = "hierarchical_dgc:min_elements=1:adam=True"
-        assert "dgc:adam=True" in presets.allowed([*learned, *good_at(few)], "adamw")
-        assert "dgc:adam=True" not in presets.allowed([*learned, *good_at("hierarchical_dgc:adam=True")], "adamw")
+        assert "dgc:adam=True" in presets.allowed([*learned, good_at(few)], "adamw")
+        assert "dgc:adam=True" not in presets.allowed([*learned, good_at("hierarchical_dgc:adam=True")], "adamw")
     table = presets.markdown(given(), [cell], {"sgd": adamw, "adamw": adamw})
     assert f"| resnet50 | 1 | any | `{name}` {ms:.0f} ({cell.stock_ms:.0f}) |" in table
     table = presets.markdown(given(), [cell], {"sgd": ("flat",), "adamw": adamw})
@@ -97,5 +93,5 @@ def test_what_learned_worse_is_simulated_and_never_called_the_best() -> None:
     assert f"| resnet50 | 1 | AdamW | `{name}` {ms:.0f} ({cell.stock_ms:.0f}) |" in table
 
 
-def good_at(strategy: str) -> list[Summary]:
-    return [Summary("gpt", "adamw", strategy, 1, 1.0, None, 0.3, None, (0.3,), None, False)]
+def good_at(strategy: str) -> report.Summary:
+    return report.Summary("gpt", "adamw", strategy, 1.0, (0.3, 0.3), None, None, None, False)

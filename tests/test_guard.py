@@ -247,9 +247,9 @@ def test_samples_are_counted_to_the_byte(layout: str) -> None:
 
 def learn(rank: int, world_size: int, strategy: str, optimizer: str) -> float:
     """Return how far the small GPT of the convergence benchmark is behind after 49 steps."""
-    from bench.evidence.convergence.plan import GPT, Entry  # which loads scikit-learn
+    from bench.evidence.convergence.plan import GPT
 
-    training = GPT.start(optimizer, 0, torch.device("cpu"), Entry(strategy))
+    training = GPT.start(optimizer, 0, torch.device("cpu"))
     state = commopt.attach(training.model, strategy)
     registration: Any = state._registration
     registration.exact_sample = ExactSample()

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -115,7 +115,13 @@ def results_of(model: nn.Module) -> Vectors:
 
 
 def keep_books(
-    model: nn.Module, strategy: str, steps: int, micros: int = 1, divisor: float = 4.0, **options: Any
+    model: nn.Module,
+    strategy: str,
+    steps: int,
+    micros: int = 1,
+    divisor: float = 4.0,
+    optimizers: Sequence[torch.optim.Optimizer] = (),
+    **options: Any,
 ) -> dict[str, Any]:
     """Train, and keep books of gradients, results and residuals; and of bytes, which `overheard` counts."""
     rank, digest, sent, wrong = dist.get_rank(), hashlib.sha256(), [], []
@@ -150,6 +156,8 @@ def keep_books(
                 told[name] += unscaled
                 largest = max(largest, float(unscaled.abs().max()))
                 digest.update(values.numpy().tobytes())
+            for optimizer in optimizers:
+                optimizer.step()
         saved = state.state_dict()
     ranges = sorted(key for role in saved["residuals"].values() for key in role)
     books = Books(steps, owed, told, residual_of(saved), later["residual_bytes"], largest)

@@ -23,7 +23,7 @@ _AVERAGING = (
     *("commopt/lanes", "commopt/attached", "commopt/hooks", "csrc"),
 )
 _STEP = (*_AVERAGING, "commopt/schedule", "commopt/sharded", "bench/models.py", "examples/train_gpt.py")
-_CONVERGENCE = (*_STEP, "bench/evidence/convergence", "examples/train_digits.py")
+_CONVERGENCE = (*_STEP, "bench/evidence/convergence")
 _SIMULATION = ("commopt/simulate", "commopt/cost", "commopt/aggregate", "commopt/compress", "bench/evidence/scaling")
 
 MEASURES: Mapping[str, Sequence[str]] = {
@@ -35,8 +35,6 @@ MEASURES: Mapping[str, Sequence[str]] = {
     "compressors": (*_AVERAGING, "bench/compressors"),
     "exposed": (*_AVERAGING, "bench/gpu"),
     "convergence": _CONVERGENCE,
-    "convergence_large": _CONVERGENCE,
-    "convergence_large_rates": _CONVERGENCE,
     "gpu": ("commopt", "csrc", "bench/gpu", "tests"),
     "hook_overhead": (*_STEP, "bench/evidence/hook_overhead.py"),
     "kernels": ("commopt/kernels", "csrc", "bench/kernels"),
@@ -61,10 +59,6 @@ MEASURES: Mapping[str, Sequence[str]] = {
 """What each kind of result measures, as paths of this repository. A new benchmark adds a line."""
 
 TO_MEASURE_AGAIN: Mapping[str, str] = {
-    "convergence.json": "hours; most of it at a revision that was not recorded",
-    "convergence_large.json": "a night; partly with uncommitted changes",
-    "convergence_large_rates.json": "hours; with uncommitted changes",
-    "convergence_rates.json": "hours; partly with uncommitted changes",
     "probe_200mbit.json": "minutes on an idle machine; only the picture of docs/probe.md is drawn from it",
 }
 """Files that name no clean revision and are still shown, and why they were not made again. No file is added to it."""

@@ -26,7 +26,7 @@ from torch.nn.functional import cross_entropy
 from bench.command_line import measure_or_report
 from bench.document import table
 from bench.evidence.compression_error import BATCH, flat_gradients
-from bench.evidence.convergence.resnet import draw_images, resnet18, textures
+from bench.evidence.resnet18 import draw_images, resnet18, textures
 from commopt.document import parse, read_text
 from commopt.kernels.packing import BLOCK, pack, packed_nbytes, spare_nbytes, unpack
 

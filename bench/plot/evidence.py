@@ -5,64 +5,56 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, LogLocator
 
-from bench.evidence.convergence.report import PERCENT_ALLOWED, POINTS_ALLOWED, Run, Summary, summarize
-from bench.evidence.convergence.report import read as read_convergence
+from bench.evidence.convergence import report
+from bench.evidence.convergence.plan import NULL
 from bench.evidence.scaling.predicted import GBPS, STRATEGIES
 from bench.evidence.scaling.predicted import read as read_predicted
-from bench.plot.style import GREY, LIGHT_GREY, label_ends, log_bytes, panels, save, shades, style_of, unframe
+from bench.plot.style import GREY, LIGHT_GREY, label_ends, panels, save, shades, style_of, unframe
 from commopt.cost import Curve, Links
 from commopt.probe.prober import nbytes_text
 
-_OPTIMIZERS = {"sgd": "SGD with momentum", "adamw": "AdamW"}
 # Variants that explain a preset and that nobody would choose; tables have them.
-_ABLATIONS = ("feedback=", "min_elements", "warmup", "start_step")
+_ABLATIONS = ("feedback=", "min_elements", "start_step", "scale=", "block=", "delay=", ", rate x")
 
 
 def draw_learning(file: Path, path: Path) -> None:
-    """Draw a panel for every task and optimizer of a file of bench.evidence.convergence."""
-    _, runs = read_convergence(file)
-    found = [each for each in summarize(runs) if not any(word in each.strategy for word in _ABLATIONS)]
-    pairs = sorted({(each.task, each.optimizer) for each in found}, key=lambda pair: (pair[0], pair[1] != "sgd"))
-    figure, axes = panels(len(pairs), "How much worse than stock DDP it learns, by what it sends", height=3.9)
-    for panel, (task, optimizer) in zip(axes, pairs, strict=True):
-        own = [run for run in runs if (run.task, run.optimizer) == (task, optimizer)]
-        _draw_learning(panel, [each for each in found if (each.task, each.optimizer) == (task, optimizer)], own)
-    lines = "marks: means over the seeds, bars: their standard deviation; white: within what is promised"
-    figure.supxlabel(lines, fontsize=9, color=GREY)
+    """Draw a panel for every optimizer of a file of bench.evidence.convergence."""
+    summaries = report.compared(*report.read(file))
+    found = [each for each in summaries if not any(word in each.strategy for word in _ABLATIONS)]
+    optimizers = [name for name in report.OPTIMIZER_TITLES if any(each.optimizer == name for each in found)]
+    figure, axes = panels(len(optimizers), "How much worse than stock DDP it learns, by what it sends", height=3.9)
+    for panel, optimizer in zip(axes, optimizers, strict=True):
+        _draw_learning(panel, [each for each in found if each.optimizer == optimizer])
+    lines = "marks: means over paired seeds, bars: 95 % intervals; band: dense against itself, sums in another order"
+    figure.supxlabel(f"{lines}; grey: worse than is promised", fontsize=9, color=GREY)
     save(figure, path)
 
 
-def _draw_learning(axes: Axes, found: Sequence[Summary], runs: Sequence[Run]) -> None:
-    """Draw a mark with its name for each strategy that compresses between nodes only."""
-    sent = {
-        run.strategy: run.inter_bytes_per_step * run.curve[-1].step / 2**20
-        for run in runs
-        if run.inter_bytes_per_step is not None
-    }
-    by_points = found[0].points is not None
+def _draw_learning(axes: Axes, found: Sequence[report.Summary]) -> None:
+    """Draw a mark with its name for each strategy whose bytes are known."""
     ends = []
     for each in found:
-        if each.strategy not in sent or not each.strategy.startswith(("hierarchical", "LocalSGD", "Hierarchical")):
-            continue  # stock DDP's bytes are not known, and flat presets send for four ranks
-        style, worse = style_of(each.strategy), [-one if by_points else one for one in each.each]
-        x, y = sent[each.strategy], each.percent_of_loss if each.points is None else -each.points
-        spread = stdev(worse) if len(worse) > 1 else 0.0
-        axes.errorbar(x, y, yerr=spread, color=style.colour, marker=style.marker, ms=6, capsize=2)
-        ends.append((x, y, each.strategy.removeprefix("hierarchical_"), style.colour))
-    allowed, (low, high) = POINTS_ALLOWED if by_points else PERCENT_ALLOWED, axes.get_ylim()
-    axes.set_ylim(low, max(high, 1.2 * allowed))
+        middle, half = report.interval(each.each)
+        if each.strategy == NULL:
+            axes.axhspan(middle - half, middle + half, color="#56B4E9", alpha=0.3, lw=0)
+        if each.sent is None:
+            continue
+        style = style_of(each.strategy)
+        axes.errorbar(each.sent, middle, yerr=half, color=style.colour, marker=style.marker, ms=6, capsize=2)
+        ends.append((each.sent, middle, each.strategy.removeprefix("hierarchical_"), style.colour))
+    low, high = axes.get_ylim()
+    axes.set_ylim(low, max(high, 1.2 * report.PERCENT_ALLOWED))
     axes.axhline(0, color=GREY, lw=1)
-    axes.axhspan(allowed, axes.get_ylim()[1], color=LIGHT_GREY, alpha=0.5, lw=0)
-    what = "points of accuracy" if by_points else "% of the held-out loss"
-    title = f"{found[0].task}, {_OPTIMIZERS.get(found[0].optimizer, found[0].optimizer)}: {what}"
-    unframe(axes, title, "MiB sent between the nodes, in all")
-    log_bytes(axes)
+    axes.axhspan(report.PERCENT_ALLOWED, axes.get_ylim()[1], color=LIGHT_GREY, alpha=0.5, lw=0)
+    title = f"{report.OPTIMIZER_TITLES[found[0].optimizer]}: % of the held-out loss"
+    unframe(axes, title, "bytes between nodes, of float32's")
+    axes.set_xscale("log")
     label_ends(axes, ends)
 
 

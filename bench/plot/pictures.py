@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bench.environment import headers, kind_in
 from bench.evidence.scaling.predicted import KIND as PREDICTED
-from bench.plot import evidence, large, training
+from bench.plot import evidence, training
 
 
 def kind_of(path: Path) -> str | None:
@@ -33,7 +33,6 @@ class Picture:
 PICTURES = (
     Picture("training", training.draw_file),
     Picture("convergence", evidence.draw_learning),
-    Picture("convergence_large", large.draw),
     Picture(PREDICTED, evidence.draw_predicted_scaling),
     Picture("probe", evidence.draw_probe),
 )

@@ -45,7 +45,7 @@ class Adam(ConciseRepr):
     they agree on nothing.
 
     betas: as torch.optim.AdamW's. The second is 0.95 by default and not torch's 0.999, because every measurement was
-        made with 0.95, as transformers mostly have it: one bit ended 0.1 % above AdamW with the same betas
+        made with 0.95, as transformers mostly have it: one bit ended at most 1.2 % above AdamW with the same betas
         (docs/adamw.md). Nothing was measured with 0.999. If you come from AdamW, give its betas.
     eps: as torch.optim.AdamW's.
     clip_norm: the limit of the L2 norm of each node's gradient, to which it is clipped before it enters m and v. A

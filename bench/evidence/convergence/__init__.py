@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does it still learn? Compare every preset with dense averaging, step by step, over seeds and optimizers.
+"""Does it still learn? Compare presets with dense averaging, seed by seed: same weights and batches, another exchange.
 
     python -m bench.evidence.convergence --json bench/results/convergence.json
 
-Trains the examples' models (handwritten digits, a GPT on text) with the real hooks on four local ranks that count as
-two nodes of two. How long a step takes where the network is slow is measured afterwards, on emulated nodes, where this
-machine has the rights to emulate them. An interrupted run goes on where it stopped.
+Trains the examples' GPT with the real hooks on local ranks that stand for nodes, under several optimizers, and each
+method at its own best learning rate too. An interrupted run goes on where it stopped.
 """

@@ -15,7 +15,6 @@ from bench.evidence.convergence.report import (
     PERCENT_ALLOWED,
     TARGET_PERCENT,
     Summary,
-    bytes_of_yardstick,
     read,
     summarize,
     verdict,
@@ -26,7 +25,7 @@ from commopt import LocalSGD
 def markdown(path: Path) -> str:
     """Return a row for each kind of LocalSGD, a column for each period, those of all ranks first; raises ValueError."""
     environment, runs = read(path)
-    found, shares = {summary.strategy: summary for summary in summarize(runs)}, bytes_of_yardstick(runs)
+    found = {summary.strategy: summary for summary in summarize(runs, len(environment.ranks_per_node))}
     if "ddp" not in found:
         raise ValueError(f"{path} has no trainings of ddp, which all are compared with")
     to_stock = found["ddp"].steps_to_target
@@ -37,7 +36,7 @@ def markdown(path: Path) -> str:
         steps = ""
         if summary.steps_to_target is not None and to_stock:
             steps = f"; x {summary.steps_to_target / to_stock:.2f}"
-        share = f"; {shares[summary.strategy]:.4f}" if summary.strategy in shares else ""
+        share = f"; {summary.sent:.4f}" if summary.sent is not None else ""
         return f"{verdict(summary)}{steps}{share}"
 
     rows: dict[str, list[str]] = {}
@@ -54,9 +53,10 @@ def markdown(path: Path) -> str:
     ranks = " + ".join(map(str, environment.ranks_per_node))
     seeds = len({run.seed for run in runs})
     caption = (
-        f"GPT, AdamW, {environment.settings[GPT.name]['steps']} steps on {ranks} ranks, {seeds} seed(s): held-out loss "
-        f"at the end (against stock DDP); steps to within {TARGET_PERCENT:g} % of what stock DDP ends with, over its "
-        f"own; bytes between nodes, over those of `hierarchical`. !: more than {PERCENT_ALLOWED:g} % worse."
+        f"GPT, AdamW, {environment.settings[GPT.name]['steps']} steps on {ranks} ranks, {seeds} seed(s): how much "
+        f"higher the loss ends than stock DDP's (its own: nats per byte), mean ± 95 % t-interval; steps to within "
+        f"{TARGET_PERCENT:g} % of what stock DDP ends with, over its own; bytes between nodes, over float32's. "
+        f"!: the interval's upper end is above {PERCENT_ALLOWED:g} %."
     )
     return f"{table(headings, [[name, *row] for name, row in rows.items()])}\n\n{caption}"
 

@@ -8,6 +8,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from hashlib import sha256
 from math import isfinite
 from pathlib import Path
@@ -16,25 +17,26 @@ from statistics import median
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 import bench.evidence.convergence
 import commopt
 from bench.environment import gather, slowest_rank_ms
-from bench.evidence.convergence import large, plan, report, sparse
-from bench.evidence.convergence.plan import Case, Training, cases
+from bench.evidence.convergence import plan, report, sparse
+from bench.evidence.convergence.plan import Case, Comparison
 from bench.evidence.convergence.report import Point, Run
 from bench.training.strategies import enter
 from commopt.command_line import CommandParser, output_file, whole
-from examples import train_gpt
 from examples.train_gpt import progress_bar, start_process_group
+
+STAGES = ("rates", "comparison")
+"""Learning rates are tried before anything is compared at the best."""
 
 
 def parse_options() -> argparse.Namespace:
     """Read the command line; a wrong one ends here, before anything is started.
 
-    Beside the options themselves: tasks, entries and seeds, as plan.cases takes them; settings, of all tasks; the
-    ranks per node and the kind of file; the command; and link_json, where the times on the slow network go.
+    Beside the options themselves: the plan.Comparison, and the command.
     """
     parser = CommandParser(
         prog="python -m bench.evidence.convergence",
@@ -52,51 +54,37 @@ def parse_options() -> argparse.Namespace:
         action="append",
         default=[],
         metavar="TEXT",
-        help="strategies with TEXT in their names or called TEXT, and torch's own",
+        help="strategies with TEXT in their names or called TEXT, and stock DDP",
     )
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--sharded", action="store_true", help="the GPT under FSDP2, HSDP and over all ranks, instead")
-    which.add_argument("--large", action="store_true", help="a GPT of 5 million parameters and a ResNet-18 instead")
-    which.add_argument(
-        "--local-sgd", action="store_true", help="LocalSGD by period and compressor, with AdamW, instead"
-    )
+    which.add_argument("--large", action="store_true", help="a GPT of 5 million parameters with AdamW instead")
+    which.add_argument("--local-sgd", action="store_true", help="LocalSGD by period and compressor instead")
     which.add_argument(
         "--second-selection",
         type=whole(3, 64),
         metavar="RANKS",
         help="sparse rows to all against servers, on so many nodes of one rank, instead",
     )
-    names = [task.name for task in (*plan.TASKS, *plan.SHARDED_TASKS, *large.TASKS)]
-    parser.add_argument("--task", choices=names, help="one task only")
-    parser.add_argument("--seeds", type=whole(1), default=len(plan.SEEDS), help="seeds 0, 1, ... (default %(default)s)")
-    parser.add_argument("--rates", action="store_true", help="one bit, DGC and stock at several learning rates instead")
+    parser.add_argument("--seeds", type=whole(1), help="seeds 0, 1, ... (default: 8, of the others 3)")
     parser.add_argument("--quick", action="store_true", help="a few steps of everything with one seed: does it run?")
-    parser.add_argument("--no-link", action="store_true", help="do not time steps on emulated nodes")
-    parser.add_argument("--report", action="store_true", help="train and time nothing: report what the file has")
+    parser.add_argument("--jobs", type=whole(1), default=1, metavar="N", help="so many trainings at a time (default 1)")
+    parser.add_argument("--stage", choices=STAGES, default=STAGES[-1], help=argparse.SUPPRESS)
+    parser.add_argument("--job", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--report", action="store_true", help="train nothing: report what the file has")
     options = parser.parse_args()
-    tasks: Sequence[plan.Task] = plan.TASKS
-    known, options.ranks_per_node = plan.RATE_ENTRIES if options.rates else plan.ENTRIES, plan.RANKS_PER_NODE
-    if options.sharded:
-        tasks, known = plan.SHARDED_TASKS, plan.SHARDED_ENTRIES
-    elif options.large:
-        tasks, known = (large.RATE_TASKS, large.RATE_ENTRIES) if options.rates else (large.TASKS, large.ENTRIES)
-        options.ranks_per_node = large.RANKS_PER_NODE
-    elif options.local_sgd:
-        tasks, known = (plan.GPT,), plan.LOCAL_ENTRIES
-    elif options.second_selection:
-        tasks, known, options.ranks_per_node = (plan.GPT,), sparse.ENTRIES, (1,) * options.second_selection
-    if options.task not in (None, *(task.name for task in tasks)):
-        parser.error(f"--task {options.task} is not among {', '.join(task.name for task in tasks)}")
-    tasks = plan.quick(tasks) if options.quick else tasks
-    options.tasks = tuple(task for task in tasks if options.task in (None, task.name))
-    options.settings = plan.settings(tasks)
-    options.seeds = range(1 if options.quick else options.seeds)
+    which_one = plan.LARGE if options.large else plan.LOCAL if options.local_sgd else plan.MAIN
+    if options.second_selection:
+        which_one = sparse.comparison(options.second_selection)
     try:
-        options.entries = plan.chosen(options.only, known)
+        entries = plan.chosen(options.only, which_one.entries)
     except ValueError as error:
         parser.error(str(error))
-    options.kind = f"convergence_large{'_rates' * options.rates}" if options.large else "convergence"
-    options.link_json = report.on_link(options.json)
+    options.comparison = replace(
+        which_one,
+        task=which_one.task.shortened if options.quick else which_one.task,
+        entries=entries,
+        seeds=1 if options.quick else options.seeds or which_one.seeds,
+    )
     options.command = shlex.join(["python", "-m", "bench.evidence.convergence", *sys.argv[1:]])
     return options
 
@@ -104,22 +92,16 @@ def parse_options() -> argparse.Namespace:
 Show = Callable[[float], None]
 
 
-def look(training: Training, step: int) -> Point:
-    """Return how good the model is now. Collective."""
-    accuracy = None
-    if isinstance(training, train_gpt.Training):
-        loss = training.held_out_loss()
-    else:
-        accuracy, loss = training.held_out_accuracy()
-    return Point(step, loss if isfinite(loss) else None, accuracy)
-
-
 def train(case: Case, device: torch.device, show: Show) -> Run:
     """Do one training from start to end. Collective."""
     task, entry = case.task, case.entry
-    training = task.start(case.optimizer, case.seed, device, entry)
+    training = task.start(case.optimizer, case.seed, device, entry.rate)
+    state: commopt.CommState | None
     if entry.aggregator is None:
-        _, state = enter(training, entry.strategy, plan="ddp")  # type: ignore[arg-type]  # digits have no .evaluation
+        if entry.strategy == plan.NULL:
+            assert isinstance(training.model, DistributedDataParallel)
+            reverse_windows(training.model.module)
+        _, state = enter(training, plan.STOCK if entry.strategy == plan.NULL else entry.strategy, plan="ddp")
     else:
         state = commopt.attach(training.model, entry.aggregator, plan="ddp")
     curve, step_s = [], []
@@ -132,7 +114,8 @@ def train(case: Case, device: torch.device, show: Show) -> Run:
         if step % task.look_every == 0 or step == task.steps:
             if isinstance(state, commopt.HookState) and step == task.steps:
                 state.average_parameters()
-            curve.append(look(training, step))
+            loss = training.held_out_loss(task.windows)
+            curve.append(Point(step, loss if isfinite(loss) else None, None))
             show(step / task.steps)
     inter = None if state is None else sum(gather(state.stats()["inter_bytes"])) / task.steps
     digest = sha256("".join(gather(digest_of(training.model))).encode()).hexdigest()
@@ -150,45 +133,45 @@ def train(case: Case, device: torch.device, show: Show) -> Run:
     )
 
 
+def reverse_windows(model: nn.Module) -> None:
+    """Let a model see the windows of a batch in reverse order, and return what it makes of them in the usual one."""
+    model.register_forward_pre_hook(lambda module, tokens: tokens[0].flip(0))
+    model.register_forward_hook(lambda module, tokens, logits: logits.flip(0))
+
+
 def digest_of(model: nn.Module) -> str:
-    """Return a digest of all bits of what this rank holds of the parameters."""
+    """Return a digest of all bits of the parameters."""
     digest = sha256()
     for parameter in model.parameters():
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        digest.update(local.detach().contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes())
+        digest.update(parameter.detach().contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
-def describe(run: Run) -> str:
-    """Say in one line what a training came to."""
-    last = run.curve[-1]
-    accuracy = "" if last.accuracy is None else f", {100 * last.accuracy:.1f} % right"
-    return f"{run.task} {run.optimizer} seed {run.seed} {run.strategy}: loss {run.loss:.3f}{accuracy}"
+def todo(comparison: Comparison, stage: str, runs: Sequence[Run], job: int = 0, jobs: int = 1) -> list[Case]:
+    """Return the trainings of a job's part of a stage that are not in `runs`; no other job adds any of these."""
+    losses = {run.key: run.loss for run in runs}
+    cases = comparison.rate_cases() if stage == STAGES[0] else comparison.cases(losses)
+    return [case for case in cases[job::jobs] if case.key not in losses]
 
 
 def main() -> None:
-    """Do the trainings that the file lacks; rank 0 adds them."""
+    """Do this job's part of the trainings that the file lacks; rank 0 adds them."""
     options = parse_options()
     device = start_process_group()
-    environment, runs = report.read(options.json)
-    done = {run.key for run in runs}
-    todo = [case for case in cases(options.tasks, options.entries, options.seeds) if case.key not in done]
-    weights = [case.task.steps for case in todo]
+    cases = todo(options.comparison, options.stage, report.read(options.json)[1], options.job, options.jobs)
+    message = f"{len(cases)} trainings"
     with progress_bar() as show:
-        message = f"{len(todo)} trainings, {len(done)} done before"
-        show(0.0, message)
-        for index, case in enumerate(todo):
-            show_part = _part(show, sum(weights[:index]), weights[index], sum(weights), message)
-            runs.append(train(case, device, show_part))
-            message = describe(runs[-1])
+        for index, case in enumerate(cases):
+            run = train(case, device, _part(show, index, len(cases), message))
+            message = f"{' '.join(map(str, run.key))}: loss {run.loss:.3f}"
             if dist.get_rank() == 0:
-                report.write(options.json, environment, runs)
+                report.add(options.json, run)
         show(1.0, message)
     dist.destroy_process_group()
 
 
-def _part(show: Callable[[float, str], None], before: int, steps: int, total: int, message: str) -> Show:
-    return lambda fraction: show((before + fraction * steps) / total, message)
+def _part(show: Callable[[float, str], None], before: int, total: int, message: str) -> Show:
+    return lambda fraction: show((before + fraction) / total, message)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the convergence benchmark found: its records, their file of JSON lines, and its tables."""
+"""What the convergence benchmark found: its records, their file of JSON lines, and its tables.
+
+python -m bench.evidence.convergence.report bench/results/convergence.json
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import product
-from math import inf, isfinite
+from math import inf, isfinite, sqrt
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -14,15 +17,24 @@ from typing import Any
 from bench.command_line import print_table
 from bench.document import table
 from bench.environment import Header
-from bench.evidence.convergence.plan import DIGITS, ENTRIES, GPT, OPTIMIZERS, RATE, SHARDED_TASKS, TASKS
+from bench.evidence.convergence.plan import ENTRIES, FACTORS, NULL, OPTIMIZERS, STOCK
 from bench.output import read_lines, write_results, written_by
-from bench.training.report import STOCK, Outcome, first_below
-from bench.training.report import read as read_training
+from bench.training.report import first_below
 
-POINTS_ALLOWED = 0.5
 PERCENT_ALLOWED = 1.0
-# The loss that counts for the time to it: what stock DDP ends with, and so much more.
+# The loss that counts for the steps to it: what stock DDP ends with, and so much more.
 TARGET_PERCENT = 5.0
+OPTIMIZER_TITLES = {"sgd": "SGD", "adamw": "AdamW", "adamw_short": "AdamW, betas 0.5 and 0.95", "muon": "Muon"}
+# Student's t of 0.975, by degrees of freedom; beyond the last one the normal distribution's.
+_T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
+
+
+def interval(differences: Sequence[float]) -> tuple[float, float]:
+    """Return the mean, and half of its 95 % confidence interval: infinite for one difference."""
+    count = len(differences)
+    if count < 2:
+        return mean(differences), inf
+    return mean(differences), _T.get(count - 1, 1.96) * stdev(differences) / sqrt(count)
 
 
 @dataclass(frozen=True)
@@ -86,6 +98,12 @@ def write(path: Path, environment: Environment, runs: Sequence[Run]) -> None:
     write_results(path, asdict(environment), "run", map(asdict, runs))
 
 
+def add(path: Path, run: Run) -> None:
+    """Add a line, in one piece: others add theirs meanwhile."""
+    with path.open("ab", buffering=0) as file:
+        file.write((json.dumps({"record": "run", **asdict(run)}) + "\n").encode())
+
+
 def read(path: Path) -> tuple[Environment, list[Run]]:
     """Read what `write` wrote; raises ValueError when `path` holds something else."""
     with written_by("bench.evidence.convergence --json", path):
@@ -112,25 +130,22 @@ def resume(path: Path, environment: Environment) -> tuple[Environment, list[Run]
 
 @dataclass(frozen=True)
 class Summary:
-    """One strategy's trainings of one task with one optimizer, against stock's: torch's own averages."""
+    """One strategy's trainings of one task with one optimizer, each against stock DDP's with the same seed."""
 
     task: str
     optimizer: str
     strategy: str
-    seeds: int
     loss: float
     """Mean over the seeds at the end."""
-    accuracy: float | None
-    percent_of_loss: float
-    """How much higher the loss is than stock DDP's with the same seeds."""
-    points: float | None
-    """How much the accuracy is above stock DDP's with the same seeds, in percentage points."""
     each: tuple[float, ...]
-    """`points` seed by seed, or `percent_of_loss` where the task has no accuracy."""
+    """By how many per cent the loss is above stock DDP's, seed by seed."""
     steps_to_target: float | None
     """Mean over the seeds; None when one never got there."""
+    sent: float | None
+    """Bytes between the nodes, as a part of what float32 takes; None for torch's own."""
+    rate: float | None
     same_bits: bool
-    """Whether all its parameters end as stock's."""
+    """Whether all its parameters end as stock DDP's."""
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -138,151 +153,155 @@ class Summary:
         return self.task, self.optimizer, self.strategy
 
     @property
+    def percent_of_loss(self) -> float:
+        """Return how much higher the loss is than stock DDP's, in the mean."""
+        return mean(self.each)
+
+    @property
+    def percent_at_worst(self) -> float:
+        """Return the upper end of its confidence interval; of one seed, that seed's."""
+        middle, half = interval(self.each)
+        return middle + half if isfinite(half) else middle
+
+    @property
     def acceptable(self) -> bool:
-        """Whether it learns as well as stock DDP, to the tolerance this project promises."""
-        return self.points >= -POINTS_ALLOWED if self.points is not None else self.percent_of_loss <= PERCENT_ALLOWED
+        """Whether it is sure to learn as well as stock DDP, to the tolerance this project promises."""
+        return self.percent_at_worst <= PERCENT_ALLOWED
+
+    @property
+    def is_worse(self) -> bool:
+        """Whether it is outside of the tolerance, and sure to be worse than stock DDP."""
+        middle, half = interval(self.each)
+        return middle > PERCENT_ALLOWED and middle > half
 
 
-def summarize(runs: Sequence[Run]) -> list[Summary]:
-    """Return a summary for every task, optimizer and strategy of which stock has the same seeds."""
+def compared(environment: Environment, runs: Sequence[Run]) -> list[Summary]:
+    """Return the summaries of a file, but for the trainings that try learning rates."""
+    return summarize([run for run in runs if not run.task.endswith("-rates")], len(environment.ranks_per_node))
+
+
+def summarize(runs: Sequence[Run], nodes: int = 2) -> list[Summary]:
+    """Return a summary for every task, optimizer and strategy of which stock DDP has the same seeds."""
     by_key = {run.key: run for run in runs}
     groups: dict[tuple[str, str, str], list[tuple[Run, Run]]] = {}
     for run in runs:
-        known = (by_key.get((run.task, run.optimizer, name, run.seed)) for name in STOCK)
-        if (stock := next(filter(None, known), None)) is not None:
+        if (stock := by_key.get((run.task, run.optimizer, STOCK, run.seed))) is not None:
             groups.setdefault((run.task, run.optimizer, run.strategy), []).append((run, stock))
-    return [_summary(pairs) for pairs in groups.values()]
+    return [_summary(pairs, nodes) for pairs in groups.values()]
 
 
-def seconds_to_target(summary: Summary | None, step_ms: float | None) -> float | None:
-    """Return how long the steps to the loss take at `step_ms` each; None when one of them is unknown."""
-    if summary is None or summary.steps_to_target is None or step_ms is None:
-        return None
-    return summary.steps_to_target * step_ms / 1000
-
-
-def _summary(pairs: Sequence[tuple[Run, Run]]) -> Summary:
+def _summary(pairs: Sequence[tuple[Run, Run]], nodes: int) -> Summary:
     runs, stocks = zip(*pairs, strict=True)
-    loss, stock_loss = mean(run.loss for run in runs), mean(run.loss for run in stocks)
-    accuracies = [run.curve[-1].accuracy for run in runs if run.curve[-1].accuracy is not None]
-    stock_accuracies = [run.curve[-1].accuracy for run in stocks if run.curve[-1].accuracy is not None]
-    each = [100 * (mine - stock) for mine, stock in zip(accuracies, stock_accuracies, strict=True)]
-    target = stock_loss * (1 + TARGET_PERCENT / 100)
+    target = mean(run.loss for run in stocks) * (1 + TARGET_PERCENT / 100)
     arrivals = [run.steps_to(target) for run in runs]
+    sent = [run.inter_bytes_per_step for run in runs if run.inter_bytes_per_step is not None]
     return Summary(
         task=runs[0].task,
         optimizer=runs[0].optimizer,
         strategy=runs[0].strategy,
-        seeds=len(runs),
-        loss=loss,
-        accuracy=mean(accuracies) if accuracies else None,
-        percent_of_loss=_percent(loss, stock_loss),
-        points=mean(each) if each else None,
-        each=tuple(each) or tuple(_percent(run.loss, stock.loss) for run, stock in pairs),
+        loss=mean(run.loss for run in runs),
+        each=tuple(100 * (run.loss / stock.loss - 1) for run, stock in pairs),
         steps_to_target=mean(arrivals) if None not in arrivals else None,
+        sent=mean(sent) / dense_bytes(runs[0].parameters, nodes) if sent else None,
+        rate=runs[0].learning_rate,
         same_bits=all(run is not stock and run.digest and run.digest == stock.digest for run, stock in pairs),
     )
 
 
-def _percent(loss: float, stock_loss: float) -> float:
-    return 100 * (loss / stock_loss - 1)
+def dense_bytes(parameters: int, nodes: int) -> float:
+    """Return what all nodes send in a step in float32, in a ring."""
+    return 2 * (nodes - 1) * 4 * parameters
 
 
-_YARDSTICKS = ("hierarchical", "Hierarchical(inter=Flat())")  # what the bytes are compared with, as files name it
-OPTIMIZER_TITLES = {"sgd": "SGD", "adamw": "AdamW"}
+def rows(summaries: Sequence[Summary]) -> list[dict[str, str]]:
+    """Return a row for each strategy, by heading: stock DDP, the null, then what is compared."""
+    optimizers = [name for name in OPTIMIZERS if any(each.optimizer == name for each in summaries)]
+    order = [entry.strategy for entry in ENTRIES]
 
+    def place(name: str) -> tuple[int, str]:
+        strategy = name.partition(", rate")[0]
+        return (order.index(strategy) if strategy in order else len(order)), name
 
-def rows(runs: Sequence[Run], outcomes: Sequence[Outcome]) -> list[dict[str, str]]:
-    """Return a row for each strategy, by heading; outside of the tolerance a figure has an exclamation mark."""
-    summaries = {summary.key: summary for summary in summarize(runs)}
-    kinds = [
-        kind
-        for kind in product((*TASKS, *SHARDED_TASKS), OPTIMIZERS)
-        if any(key[:2] == (kind[0].name, kind[1]) for key in summaries)
-    ]
-    step_ms = {outcome.strategy: outcome.step_ms for outcome in outcomes}
-    shares, order = bytes_of_yardstick(runs), [entry.strategy for entry in ENTRIES]
+    most = max(len(each.each) for each in summaries)
     found = []
-    known = dict.fromkeys(key[2] for key in summaries)
-    for strategy in sorted(known, key=lambda name: order.index(name) if name in order else len(order)):
+    for strategy in sorted({each.strategy for each in summaries}, key=place):
+        own = {each.optimizer: each for each in summaries if each.strategy == strategy}
         row = {"strategy": f"`{strategy}`"}
-        for task, optimizer in kinds:
-            row[f"{task.name} {OPTIMIZER_TITLES[optimizer]}"] = verdict(summaries.get((task.name, optimizer, strategy)))
-        if shares:
-            row["bytes of hierarchical's"] = _number(shares.get(strategy), 3)
-        if outcomes:
-            row["step ms"] = _number(step_ms.get(strategy), 0)
-            for optimizer in OPTIMIZERS:
-                gpt = summaries.get((GPT.name, optimizer, strategy))
-                row[f"s to loss, {OPTIMIZER_TITLES[optimizer]}"] = _number(
-                    seconds_to_target(gpt, step_ms.get(strategy)), 1
-                )
+        for optimizer in optimizers:
+            row[OPTIMIZER_TITLES[optimizer]] = verdict(own.get(optimizer), most)
+        sent = [each.sent for each in own.values() if each.sent is not None]
+        row["bytes of float32's"] = f"{mean(sent):.4f}" if sent else "-"
         found.append(row)
     return found
 
 
-def bytes_of_yardstick(runs: Sequence[Run]) -> Mapping[str, float]:
-    """Return what each strategy sends between the nodes for the GPT, as a part of what `hierarchical` sends."""
-    sent: dict[str, list[float]] = {}
-    for run in runs:
-        if run.task == GPT.name and run.inter_bytes_per_step is not None:
-            sent.setdefault(run.strategy, []).append(run.inter_bytes_per_step)
-    yardstick = next((mean(sent[name]) for name in _YARDSTICKS if name in sent), None)
-    return {} if yardstick is None else {strategy: mean(nbytes) / yardstick for strategy, nbytes in sent.items()}
-
-
-def caption(environment: Environment, runs: Sequence[Run], outcomes: Sequence[Outcome]) -> str:
-    """Say in sentences what the columns are."""
-    seeds = len({run.seed for run in runs})
-    spread = ", ± the standard deviation of that over the seeds" if seeds > 1 else ""
-    ranks = " + ".join(map(str, environment.ranks_per_node))
-    steps = ", ".join(f"{name} {task['steps']}" for name, task in environment.settings.items())
-    stock = "stock DDP" if any(run.strategy == "ddp" for run in runs) else "torch's own, `hsdp` or `fsdp`"
-    digits = "Digits: held-out accuracy in %; " if DIGITS.name in environment.settings else ""
-    sentences = [
-        f"{ranks} ranks on {len(environment.ranks_per_node)} nodes, {seeds} seed(s), steps: {steps}.",
-        f"{digits}GPT: held-out loss in nats per byte; in brackets: against {stock}{spread}.",
-        f"!: more than {POINTS_ALLOWED} points or {PERCENT_ALLOWED:g} % worse than {stock}.",
-    ]
-    if outcomes:
-        sentences.append(
-            "step ms: one step of the GPT on emulated nodes; s to loss: that times the steps the GPT needs to come "
-            f"within {TARGET_PERCENT:g} % of the loss that stock DDP ends with."
-        )
-    return " ".join(sentences)
-
-
-def markdown(path: Path) -> str:
-    """Return the table of a file, with the times on a slow network from the file beside it; raises ValueError."""
-    environment, runs = read(path)
-    timed = on_link(path)
-    outcomes = read_training(timed)[1] if timed.exists() else []
-    found = rows(runs, outcomes)
-    return f"{table(list(found[0]), [list(row.values()) for row in found])}\n\n{caption(environment, runs, outcomes)}"
-
-
-def on_link(path: Path) -> Path:
-    """Return where the times on a slow network that belong to a file are."""
-    return path.with_stem(f"{path.stem}_{RATE}")
-
-
-def verdict(summary: Summary | None) -> str:
-    """Return how well it learned, and how that compares with stock DDP."""
+def verdict(summary: Summary | None, most: int = 0) -> str:
+    """Return how well it learned against stock DDP, with how many seeds where fewer than `most`."""
     if summary is None:
         return "-"
     if not isfinite(summary.loss):
         return "diverged !"
+    if summary.strategy == STOCK:
+        rate = f" at {summary.rate:g}" if summary.rate else ""
+        return f"{summary.loss:.3f}{rate}"
     if summary.same_bits:
-        return f"{summary.loss:.3f} (the same bits)"
-    mark = "" if summary.acceptable else " !"
-    spread = f" ±{stdev(summary.each):.1f}" if len(summary.each) > 1 else ""
-    if summary.accuracy is not None and summary.points is not None:
-        return f"{100 * summary.accuracy:.1f} ({summary.points:+.1f}{spread}){mark}"
-    return f"{summary.loss:.3f} ({summary.percent_of_loss:+.1f}{spread} %){mark}"
+        return "the same bits"
+    middle, half = interval(summary.each)
+    spread = f" ±{half:.2f}" if isfinite(half) else ""
+    seeds = f" (n = {len(summary.each)})" if len(summary.each) < most else ""
+    return f"{round(middle, 2) + 0.0:+.2f}{spread} %{seeds}{'' if summary.acceptable else ' !'}"
 
 
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
+def caption(environment: Environment, runs: Sequence[Run], seeds: int) -> str:
+    """Say in sentences what the figures are."""
+    settings = environment.settings[runs[-1].task]
+    windows = f"{settings['windows']} held-out windows" if "windows" in settings else "held-out text"
+    ranks = " + ".join(map(str, environment.ranks_per_node))
+    sentences = [
+        f"{runs[-1].parameters:,} parameters, {settings['steps']} steps, {ranks} ranks on "
+        f"{len(environment.ranks_per_node)} nodes, n = {seeds} paired seeds.",
+        f"`{STOCK}`: mean loss in nats per byte on {windows}, and the learning rate.",
+        "Others: how much higher the loss is than stock DDP's of the same optimizer and seed, mean ± 95 % t-interval.",
+        f"!: the interval's upper end is above {PERCENT_ALLOWED:g} %.",
+    ]
+    if any(run.strategy == NULL for run in runs):
+        sentences.append(f"`{NULL}`: the same sums in another order, so that no difference below it can be seen.")
+    return " ".join(sentences)
+
+
+def rates(runs: Sequence[Run]) -> str:
+    """Return the table of learning rates that were tried, "" where none were."""
+    tried = {run.key[1:3]: run for run in runs if run.task.endswith("-rates")}
+    if not tried:
+        return ""
+    optimizers = [name for name in OPTIMIZERS if any(optimizer == name for optimizer, _ in tried)]
+    lines = []
+    strategies = {strategy.partition(", rate")[0] for _, strategy in tried}
+    for entry in (entry for entry in ENTRIES if entry.is_tuned and entry.strategy in strategies):
+        cells = []
+        for optimizer in optimizers:
+            names = [replace(entry, rate=factor).name for factor in FACTORS]
+            own = [tried[optimizer, name].loss for name in names if (optimizer, name) in tried]
+            cells.append(", ".join(f"**{loss:.3f}**" if loss == min(own) else f"{loss:.3f}" for loss in own) or "-")
+        lines.append([f"`{entry.strategy}`", *cells])
+    factors = ", ".join(f"x {factor:g}" for factor in FACTORS)
+    return (
+        f"{table(['strategy', *(OPTIMIZER_TITLES[name] for name in optimizers)], lines)}\n\nHeld-out loss at learning "
+        f"rates {factors}, one shorter training each with a seed of its own. Bold: the best. A method whose best is "
+        "another than stock DDP's has a row of its own above, at so many times stock DDP's rate."
+    )
+
+
+def markdown(path: Path) -> str:
+    """Return the tables of a file; raises ValueError when it has nothing to compare with."""
+    environment, runs = read(path)
+    summaries = compared(environment, runs)
+    if not summaries:
+        raise ValueError(f"{path} has no trainings of {STOCK}, which all are compared with")
+    found = rows(summaries)
+    main = table(list(found[0]), [list(row.values()) for row in found])
+    told = caption(environment, runs, max(len(each.each) for each in summaries))
+    return "\n\n".join(filter(None, (main, told, rates(runs))))
 
 
 if __name__ == "__main__":

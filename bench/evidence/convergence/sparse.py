@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bench.evidence.convergence.plan import OPTIMIZERS, Entry
+from bench.evidence.convergence.plan import GPT, STOCK, Comparison, Entry, of_aggregators
 from commopt import DGC, Compressed
 from commopt.aggregate.rows import RowFormat
 
 DENSITIES = (0.05, 0.01)
+OPTIMIZERS = ("sgd", "adamw")
 
 
 @dataclass(frozen=True, repr=False)
@@ -33,9 +34,10 @@ class ThroughServers(Compressed):
         return False
 
 
-def _entry(aggregator: Compressed) -> Entry:
-    return Entry(repr(aggregator), ("gpt",), OPTIMIZERS, aggregator=aggregator)
+PAIRS = tuple(of_aggregators((ToAll(DGC(each)), ThroughServers(DGC(each))), OPTIMIZERS) for each in DENSITIES)
+ENTRIES = (Entry(STOCK, OPTIMIZERS), *(entry for pair in PAIRS for entry in pair))
 
 
-PAIRS = tuple((_entry(ToAll(DGC(each))), _entry(ThroughServers(DGC(each)))) for each in DENSITIES)
-ENTRIES = (Entry("ddp", ("gpt",)), *(entry for pair in PAIRS for entry in pair))
+def comparison(ranks: int) -> Comparison:
+    """Return it on so many nodes of one rank."""
+    return Comparison(GPT, ENTRIES, (1,) * ranks, seeds=3)

@@ -6,26 +6,14 @@ python -m bench.evidence.convergence.sparse_table bench/results/convergence_spar
 
 from __future__ import annotations
 
-from math import sqrt
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 
 from bench.command_line import print_table
 from bench.document import table
-from bench.evidence.convergence.plan import GPT, OPTIMIZERS
-from bench.evidence.convergence.report import OPTIMIZER_TITLES, Run, read
-from bench.evidence.convergence.sparse import PAIRS
-
-# Student's t of 0.975, by degrees of freedom; beyond the last one the normal distribution's.
-_T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
-
-
-def interval(differences: list[float]) -> tuple[float, float]:
-    """Return the mean, and half of its 95 % confidence interval: infinite for one difference."""
-    count = len(differences)
-    if count < 2:
-        return mean(differences), float("inf")
-    return mean(differences), _T.get(count - 1, 1.96) * stdev(differences) / sqrt(count)
+from bench.evidence.convergence.plan import GPT
+from bench.evidence.convergence.report import OPTIMIZER_TITLES, Run, interval, read
+from bench.evidence.convergence.sparse import OPTIMIZERS, PAIRS
 
 
 def markdown(path: Path) -> str:

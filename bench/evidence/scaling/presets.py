@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.document import table
-from bench.evidence.convergence.plan import GPT, OPTIMIZERS
-from bench.evidence.convergence.report import OPTIMIZER_TITLES, Summary, summarize
+from bench.evidence.convergence.report import OPTIMIZER_TITLES, Summary, compared
 from bench.evidence.convergence.report import read as read_convergence
 from bench.evidence.scaling.predicted import GBPS, Assumptions, assumptions, scaling
 from bench.output import write_lines, written_by
@@ -40,6 +39,7 @@ CANDIDATES = (
 # Of presets within this factor of the fastest the one that learned best is called the best.
 _AS_FAST = 1.02
 _LEARNED = Path("bench/results/convergence.json")
+_OPTIMIZERS = ("sgd", "adamw")
 
 
 @dataclass(frozen=True)
@@ -98,16 +98,9 @@ def _cell(model: str, gbps: float, rows: Sequence[ScalingPoint]) -> Cell:
 
 def allowed(learned: Sequence[Summary], optimizer: str) -> tuple[str, ...]:
     """Return the presets that learned as stock DDP does with an optimizer: exact ones, then the best first."""
-    found = {
-        name: [each for each in learned if (each.strategy, each.optimizer) == (_judge(name), optimizer)]
-        for name in CANDIDATES
-    }
+    judges = {each.strategy: each for each in learned if each.optimizer == optimizer and each.acceptable}
     percent = {
-        name: max(0.0, round(each.percent_of_loss, 1))
-        for name, tasks in found.items()
-        if all(each.acceptable for each in tasks)
-        for each in tasks
-        if each.task == GPT.name
+        name: max(0.0, round(judges[_judge(name)].percent_of_loss, 1)) for name in CANDIDATES if _judge(name) in judges
     }
     return (*EXACT, *sorted(percent, key=percent.__getitem__))
 
@@ -193,8 +186,8 @@ def main() -> None:
             found += cells(given, model, counts)
     if options.json:
         write_lines(options.json, [asdict(given), *map(asdict, found)])
-    learned = summarize(options.learned[1])
-    print(markdown(given, found, {optimizer: allowed(learned, optimizer) for optimizer in OPTIMIZERS}))
+    learned = compared(*options.learned)
+    print(markdown(given, found, {optimizer: allowed(learned, optimizer) for optimizer in _OPTIMIZERS}))
 
 
 if __name__ == "__main__":
