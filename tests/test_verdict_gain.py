@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from commopt.aggregate.learning import LEARNED, LEARNED_LOCAL
 from commopt.cost import Curve, LinkKey, Links, LinksHeader, Speeds, nominal_links
 from commopt.doctor.machine import Machine
 from commopt.doctor.network import interfaces
@@ -16,7 +17,6 @@ from commopt.doctor.verdict.gain import SHOWN, learned, predict, sized_model, wo
 from commopt.doctor.verdict.measure import Found, levels_of, with_all
 from commopt.groups import TeamShape
 from commopt.hooks import build_preset
-from commopt.schedule.learning import LEARNED, LEARNED_LOCAL
 from tests.machines import Tree
 
 SHAPE = TeamShape.of((8, 8))

@@ -18,13 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commopt.attached.checkpoint import digest, tell_of_learning_rate
+from commopt.attached.layouts import require_same_parameters
 from commopt.attached.registration import Registration
 from commopt.errors import ConfigurationError
 from commopt.feedback import EXP_AVG, EXP_AVG_SQ, Layout, Piece, ResidualStore, is_average, restore_shared, save_shared
 from commopt.groups import Team
 from commopt.groups.agreement import Facts, require_equal
 from commopt.groups.team import gather_bytes
-from commopt.schedule import require_same_parameters
 
 _log = logging.getLogger("commopt")
 
