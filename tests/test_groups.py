@@ -142,7 +142,7 @@ def add_up(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gloo, "_SEGMENT_NBYTES", segment_nbytes)
         patch.setattr(gloo, "_PACED_FROM_NBYTES", paced_from)
-        patch.setattr(gloo, "_use_gloo_ring", lambda *_: False)
+        patch.setattr(gloo, "uses_gloo_ring", lambda *_: False)
         whole = rows[rank][: numel + 1].clone()
         gloo.all_reduce(whole, group, 0.5)
         own = rows.new_empty(numel)

@@ -42,12 +42,12 @@ def test_the_command_shows_a_network(file: Path, tmp_path: Path, capsys: pytest.
     picture = tmp_path / "network.svg"
     assert main(["show", str(file), "--plot", str(picture)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:4] == ["10 nodes", "  site0", "    rack0", "      n0  9 Gb/s"]
-    assert "      n9  1 Gb/s, slow" in lines
+    assert lines[:4] == ["10 nodes", "  site0", "    rack0", "      n0  9.00 Gb/s"]
+    assert "      n9  1.00 Gb/s, slow" in lines
     assert lines[-2] == (
-        "sites: 9 Gb/s a node inside, 500 Mb/s across while all send (2 Gb/s for one alone: they share a link)"
+        "sites: 9.00 Gb/s a node inside, 500 Mb/s across while all send (2.00 Gb/s for one alone: they share a link)"
     )
-    assert lines[-1] == "racks: 9.5 Gb/s a node inside, 2 Gb/s across while all send"
+    assert lines[-1] == "racks: 9.50 Gb/s a node inside, 2.00 Gb/s across while all send"
     assert "<svg" in picture.read_text()
     assert main(["show", str(file), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(asdict(NETWORK)))

@@ -122,7 +122,7 @@ def beside_local_sgd(rank: int, world_size: int, outer: Outer) -> tuple[str, int
     expected = seeded(Tower)
     ddp = TorchDDP(expected)
     state = commopt.attach(ddp, LocalSGD(period=period, outer=outer))
-    with patch.object(gloo, "_use_gloo_ring", return_value=False):  # which adds in another order
+    with patch.object(gloo, "uses_gloo_ring", return_value=False):  # which adds in another order
         train(ddp, optimizer_of(expected), rank, steps)
     assert state.stats()["parameter_averages"] == 3
     with hosted_by_first(rank, world_size) as (address, _):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import floor, log10
 from typing import Any
 
 from topology.model import TopologyError, shown
@@ -156,4 +157,6 @@ def between(level: SiteLevel) -> str:
 
 def rate_text(gbps: float) -> str:
     """Return a rate with its unit."""
-    return f"{gbps:.3g} Gb/s" if gbps >= 1 else f"{gbps * 1e3:.3g} Mb/s"
+    value, unit = (gbps, "Gb/s") if gbps >= 1 else (gbps * 1e3, "Mb/s")
+    decimals = max(0, 2 - floor(log10(value))) if value > 0 else 0
+    return f"{value:.{decimals}f} {unit}"

@@ -40,6 +40,10 @@ class AbsentRanks(Team):
         """Scale `tensor`."""
         self._call_alone(apply_scale(tensor, scale))
 
+    def starts_all_reduce(self, tensor: Tensor) -> bool:
+        """Return False: nothing goes on without the others."""
+        return False
+
     def reduce(self, tensor: Tensor, dst: int) -> None:
         """Leave `tensor` as it is."""
         self._call_alone(tensor)

@@ -28,7 +28,7 @@ CONTRACT, CAPTURE, DDP, FAILURES, SOAK, REPLAY, SHARDED = RANKS_TESTS = tuple(
 _TWO = "[2] or [1+1]"  # names of worlds of two ranks
 _FLAT_GRAPHS = "replays and flat"
 _PRESETS_OF_TWO = "every_preset and not nodes"
-KERNEL_NAMES = ("cast_", "encode_", "decode_", "recode_", "sparse_", "factor_", "lowrank_")  # how ours begin
+KERNEL_NAMES = ("cast_", "encode_", "decode_", "recode_", "sparse_", "factor_", "lowrank_", "commit")  # how ours begin
 PRESETS = (
     "ddp",
     "flat",
