@@ -364,7 +364,8 @@ def mesh_of(replicas: int) -> Any:
 
 def lose_a_replica(rank: int, world_size: int, folder: str, choice: Any, shifted: bool) -> Any:
     """Train three replicas of two shards, lose one, go on with the others."""
-    heard, model = Heard(), sharded(mesh_of(3))
+    heard, mesh = Heard(), mesh_of(3)
+    model = sharded(mesh)
     state: commopt.CommState = commopt.attach(model, choice, check_every=2)
     optimizer = torch.optim.SGD(model.parameters(), 2.0, momentum=0.9)
     train(model, optimizer, rank // 2, 0, FAILS_AT)
@@ -376,6 +377,8 @@ def lose_a_replica(rank: int, world_size: int, folder: str, choice: Any, shifted
     error, begun = error_of_training(model, optimizer, rank // 2, FAILS_AT), time.monotonic()
     before = kept(state)
     survivors = [0, 1, 4, 5]
+    for dimension in ("replicate", "shard"):  # a peer may wait in a collective of FSDP's own
+        mesh.get_group(dimension).abort()
     init_anew(folder, rank, [1, 0, 4, 5] if shifted else survivors)
     again = sharded(mesh_of(2))
     optimizer_again = torch.optim.SGD(again.parameters(), 2.0, momentum=0.9)
