@@ -58,9 +58,7 @@ MEASURES: Mapping[str, Sequence[str]] = {
 }
 """What each kind of result measures, as paths of this repository. A new benchmark adds a line."""
 
-TO_MEASURE_AGAIN: Mapping[str, str] = {
-    "probe_200mbit.json": "minutes on an idle machine; only the picture of docs/probe.md is drawn from it",
-}
+TO_MEASURE_AGAIN: Mapping[str, str] = {}
 """Files that name no clean revision and are still shown, and why they were not made again. No file is added to it."""
 
 _SHOWN = re.compile(r"^<!-- begin: [\w-]+ \(python -m ([^)]+)\) -->$", re.M)
