@@ -113,7 +113,7 @@ class Reduction:
         numel, also = layout.numel, self.base
         if self.source is not None:
             numel, also = self.source.numel(), self.source
-        if buffer.device.type == "cpu":
+        if buffer.device.type == "cpu" and self.aggregator.lossless:
             self._note_plain_team()
         inputs = () if also is None else (also,)
         return client.submit(self, run, buffer, inputs, numel, overlaps=self.plain_team is not None)

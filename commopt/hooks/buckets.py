@@ -190,7 +190,8 @@ class DDPRegistration(Registration):
             self.averages.take_turn()
         if self.device is None:
             self.device = device
-        if self.divergence is not None:  # a rank without data, in DDP's join(), makes no optimizer steps
+        if self.divergence is not None and steps % self.divergence.every == 0:
+            # A rank without data, in DDP's join(), makes no optimizer steps.
             self.divergence.compare(steps, device, takes_part=torch._C._current_graph_task_id() != -1)
         if self.recorder.enabled:
             self.recorder.begin_step(steps, device)
