@@ -3,7 +3,7 @@
 
 In process, ranks that are left go on within seconds from what they have in memory, and others join at a checkpoint:
 
-    python -m examples.train_elastic --ranks 4 --kill 2:30 --join 60 --folder /tmp/digits
+    python -m examples.train_elastic --ranks 4 --kill 2:30 --join 60 --folder digits
 
 This starts four processes, of which number 2 is killed in step 30, and a fifth one that joins from step 60 on. Under
 torchrun, whose agents start all processes again when one dies, they go on from the last checkpoint, with as many ranks
