@@ -15,6 +15,7 @@ import pytest
 from bench.evidence import verdict as evidence
 from commopt.doctor.verdict.facts import Gain, InterfaceRates, Level, Measurements, Pace, Problem, Training
 from commopt.doctor.verdict.judge import AS_IT_SHOULD_BE, NOT_MEASURED, SLOWER, judge
+from commopt.doctor.verdict.script import waited_us
 from commopt.doctor.verdict.show import MOST_LINES, changes, lines_of
 from commopt.errors import ConfigurationError
 from topology.network import Network, SiteLevel
@@ -132,6 +133,25 @@ def test_a_late_rank_of_the_script_is_named_and_not_the_network() -> None:
     assert "rank 4 on node2 is ready 120 ms after the others" in verdict.sentence
     assert "not the network" in verdict.sentence
     assert judge(replace(HEALTHY, training=replace(TRAINING, late_rank=4, late_ms=20.0))).status == AS_IT_SHOULD_BE
+
+
+def test_a_late_rank_on_a_host_without_a_free_cpu_is_the_hosts_fault() -> None:
+    late = replace(TRAINING, late_rank=4, late_ms=120.0)
+    busy = judge(replace(HEALTHY, training=replace(late, late_host_busy=0.6)))
+    assert busy.status == SLOWER
+    assert "rank 4 on node2 is ready 120 ms after the others" in busy.sentence
+    assert "in 60% of the time a program of its host waits for a CPU" in busy.sentence
+    assert busy.causes[0].remedy == "top -b -n 1 | head -20   # on node2"
+    idle = judge(replace(HEALTHY, training=replace(late, late_host_busy=0.1)))
+    assert "its data, its device or its model" in idle.sentence
+
+
+def test_how_long_programs_waited_is_read_from_the_kernel(tmp_path: Path) -> None:
+    assert waited_us(tmp_path) is None
+    (tmp_path / "proc/pressure").mkdir(parents=True)
+    lines = "some avg10=2.11 avg60=2.97 avg300=18.99 total=32497260284\nfull avg10=0.00 total=7\n"
+    (tmp_path / "proc/pressure/cpu").write_text(lines)
+    assert waited_us(tmp_path) == 32497260284
 
 
 def test_the_largest_cause_comes_first() -> None:

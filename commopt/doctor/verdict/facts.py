@@ -112,6 +112,7 @@ class Training:
     late_rank, late_ms: the rank that delays the others most, and by how much; -1 for none.
     gains: the best strategies, the best first.
     note: what the time of computation rests on.
+    late_host_busy: the share of the time in which a program of that rank's host waited for a CPU; None: not known.
     """
 
     name: str
@@ -123,6 +124,7 @@ class Training:
     late_ms: float = 0.0
     gains: tuple[Gain, ...] = ()
     note: str = ""
+    late_host_busy: float | None = None
 
     @property
     def exposed_share(self) -> float:

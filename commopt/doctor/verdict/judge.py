@@ -28,6 +28,8 @@ MORE = 1.5
 """How much faster another interface, or several connections, must be to be worth a change."""
 LATE_SHARE = 0.05
 """Of a step: by how much a rank must delay the others to be named."""
+BUSY_SHARE = 0.25
+"""Of the time: if longer, programs wait for a CPU, a late rank's host is what is slow."""
 
 FINE, SLOW = "as it should be", "slow"
 
@@ -298,11 +300,16 @@ def _late_rank(found: Measurements) -> Iterator[Cause]:
         return
     node = found.node_of(one.late_rank)
     where = f"rank {one.late_rank}" + (f" on {node}" if node else "")
-    text = (
-        f"{where} is ready {significant(one.late_ms)} ms after the others in a step of {significant(one.step_ms)} ms: "
-        "its data, its device or its model, not the network"
-    )
-    yield Cause(1 + one.late_ms / max(one.step_ms - one.late_ms, 1e-9), text, "py-spy top --pid PID   # of that rank")
+    weight = 1 + one.late_ms / max(one.step_ms - one.late_ms, 1e-9)
+    text = f"{where} is ready {significant(one.late_ms)} ms after the others in a step of {significant(one.step_ms)} ms"
+    if one.late_host_busy is not None and one.late_host_busy > BUSY_SHARE:
+        text += (
+            f": not for the network, but in {one.late_host_busy:.0%} of the time a program of its host waits for a CPU"
+        )
+        yield Cause(weight, text, f"top -b -n 1 | head -20   # on {node or 'its host'}")
+    else:
+        text += ": its data, its device or its model, not the network"
+        yield Cause(weight, text, "py-spy top --pid PID   # of that rank")
 
 
 # ------------------------------------------------------------------------------------------ sentences

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -42,6 +44,7 @@ class _Recording(Models):
         self._budget_s = budget_s
         self._begun = time.monotonic()
         self._last_step = 0
+        self._waited_before_us: float | None = None
 
     def before_forward(self, model: nn.Module) -> None:
         """Attach, and after enough steps read them and end the script."""
@@ -55,6 +58,7 @@ class _Recording(Models):
         if not self._last_step:  # agreed once: a meeting in every step would be part of what is recorded
             spent_s = time.monotonic() - self._begun
             affordable = int(steps * min(self._budget_s / max(spent_s, 1e-3), MOST_STEPS / steps))
+            self._begun, self._waited_before_us = time.monotonic(), waited_us()
             answers = state.membership.exchange("steps to record", last=max(affordable, steps + 1))
             self._last_step = min(answer["last"] for answer in answers)
         if steps >= self._last_step:
@@ -71,6 +75,13 @@ class _Recording(Models):
                 self._read(state, model)
                 raise Enough
 
+    def _busy(self) -> float | None:
+        """Return the share of the recorded time in which a program of this host waited for a CPU."""
+        waited, spent_s = waited_us(), time.monotonic() - self._begun
+        if waited is None or self._waited_before_us is None or spent_s <= 0:
+            return None
+        return min((waited - self._waited_before_us) / (spent_s * 1e6), 1.0)
+
     def _state_of(self, model: TorchDDP) -> CommState | None:
         states = (each() for each in self._states)
         return next((one for one in states if one is not None and one._registration.model() is model), None)
@@ -78,8 +89,23 @@ class _Recording(Models):
     def _read(self, state: CommState, model: TorchDDP) -> None:
         timeline = timeline_of(state._registration, lambda timeline, path: None, None, "doctor --measure --script")
         name = type(model.module).__name__
-        self._found.add(training=training_of(timeline, name))
+        training = training_of(timeline, name)
+        answers = state.membership.exchange("programs that wait for a CPU", share=self._busy())
+        busy = {rank: answer["share"] for rank, answer in zip(state.membership.ranks, answers, strict=True)}
+        self._found.add(training=replace(training, late_host_busy=busy.get(training.late_rank)))
         self._found.workload = workload_of(timeline, model.module, name)
+
+
+def waited_us(root: Path = Path("/")) -> float | None:
+    """Return how long some program of this host waited for a CPU, in microseconds; None where the kernel does not say.
+
+    The kernel's pressure stall information: the first line of /proc/pressure/cpu.
+    """
+    try:
+        found = re.match(r"some .*total=(\d+)", (root / "proc/pressure/cpu").read_text())
+    except OSError:  # an older kernel, or one that was started without it
+        return None
+    return float(found[1]) if found else None
 
 
 def record(words: Sequence[str], found: Found, budget_s: float, say: Say) -> None:
