@@ -146,7 +146,7 @@ class DivergenceCheck:
     equal_after: int | None = None  # steps, of the last check that found replicas equal
     checked_after: int = -1  # steps, of the last check
     residual_norms: list[float] = field(default_factory=list)
-    _check: _ReplicaTable | None = field(default=None, init=False)  # not looked at yet
+    unread: _ReplicaTable | None = field(default=None, init=False)  # the last check, until `look`
     _told: dict[str, list[Split]] = field(default_factory=dict, init=False)
     _repairs: list[Split] = field(default_factory=list, init=False)
 
@@ -189,7 +189,7 @@ class DivergenceCheck:
 
     def forget(self) -> None:
         """Forget what was found: other parameters are loaded."""
-        self._check, self.equal_after, self._told, self._repairs = None, None, {}, []
+        self.unread, self.equal_after, self._told, self._repairs = None, None, {}, []
 
     def stats(self) -> dict[str, Any]:
         """Return how often replicas were compared, after how many steps they were equal last, and ranks' residuals."""
@@ -227,7 +227,7 @@ class DivergenceCheck:
         self.sent.count_calls(("checksums", width), lambda: call(team, "all_gather", width * 8), team)
         title = f"checksums of the replicas after {steps} steps"
         check.pending = self.everyone.submit(title, run, check.table, on_device)
-        self._check = check
+        self.unread = check
         return check.pending
 
     def _words(self, parameters: Named, buffers: Named, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -240,10 +240,9 @@ class DivergenceCheck:
     # ------------------------------------------------------------------------------------- looking at the result
 
     def look(self) -> None:
-        """Act on the last check; when the next backward begins. Raises MismatchError, on all ranks, if it is to."""
-        check, self._check = self._check, None
-        if check is None:
-            return
+        """Act on the `unread` check; when the next backward begins. Raises MismatchError, on all ranks, if it is to."""
+        check, self.unread = self.unread, None
+        assert check is not None
         rows, team = check.rows(), self.everyone.team
         place = {rank: number for number, rank in enumerate(team.ranks)}
         self.checks += 1

@@ -182,7 +182,7 @@ class DDPRegistration(Registration):
         if self.joined is None:
             self.join()
         steps = self.steps
-        if self.divergence is not None:
+        if self.divergence is not None and self.divergence.unread is not None:
             self.divergence.look()
         self.controller.begin_step(steps)
         self._require_optimizer_step()

@@ -155,7 +155,7 @@ class Backwards(Registration):
         """Return whether a reduction, whose gradients are on `device`, is the first of a backward, which begins."""
         if self._number is not None:
             return False
-        if self.divergence is not None:
+        if self.divergence is not None and self.divergence.unread is not None:
             self.divergence.look()
         self._number = 0
         self.device = self.device or device
