@@ -19,6 +19,7 @@ from commopt.aggregate.learning import LEARNED, LEARNED_LOCAL, steps_to_loss, st
 from commopt.feedback import Layout
 from commopt.groups import TeamShape
 from commopt.schedule.candidates import allowed_families, exact, one_of_each
+from commopt.schedule.config import makes_plans
 
 NODES, NODE = TeamShape.of((2, 2)), TeamShape.of((4,))
 
@@ -35,6 +36,21 @@ def test_only_what_is_exact_and_not_asked_for_in_one_form_may_be_replaced() -> N
         assert exact(aggregator, shape) == {repr(aggregator): aggregator}
     assert list(exact(Auto(), NODES).values()) == [Flat(), Hierarchical()]
     assert list(exact(Auto(), NODE).values()) == [Flat()]
+
+
+def test_where_sites_are_told_exact_sums_are_timed_both_ways() -> None:
+    told = TeamShape.of((1, 1, 1, 1), sites=((0, 0, 1, 1),))
+    assert makes_plans(None, Hierarchical(), told)
+    assert not makes_plans("ddp", Hierarchical(), told)
+    assert list(exact(Hierarchical(), told).values()) == [Hierarchical(), Flat()]
+    for aggregator, shape in (
+        (Hierarchical(), NODES),  # between two levels sums in nodes are never slower
+        (Flat(), told),
+        (Hierarchical(inter=Compressed(Quantize(4))), told),
+        (Hierarchical(inter=Hierarchical()), told),  # asked for in this form
+    ):
+        assert not makes_plans(None, aggregator, shape)
+    assert makes_plans(None, Auto(), NODE)
 
 
 def test_each_family_has_one_candidate_in_each_form() -> None:

@@ -508,3 +508,35 @@ def test_what_nodes_make_of_their_own_is_not_added_up_in_sites(choice: Aggregato
     for mine, other in zip(told, untold, strict=True):
         for one, two in zip(mine, other, strict=True):
             torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------ one ring or site by site
+
+
+def choose_a_way(rank: int, world_size: int) -> tuple[list[str], str, bool]:
+    """Train with sites and no word about plans; return reasons, the aggregator in the end, whether sums are exact."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), bucket_cap_mb=0.02)
+    state = commopt.attach(ddp, "hierarchical")
+    inputs = torch.randn(8, 64, generator=torch.Generator().manual_seed(rank))
+    for _ in range(40):
+        ddp.zero_grad()
+        ddp(inputs).square().mean().backward()
+    averages = [parameter.grad for parameter in ddp.parameters() if parameter.grad is not None]
+    ddp.zero_grad()
+    ddp.module(inputs).square().mean().backward()
+    close = True
+    for average, parameter in zip(averages, ddp.parameters(), strict=True):
+        assert parameter.grad is not None
+        expected = parameter.grad.clone()
+        torch.distributed.all_reduce(expected)
+        close = close and torch.allclose(average, expected / world_size, atol=1e-6)
+    return [each.reason for each in state.decisions], repr(state._registration.controller.aggregator), close
+
+
+def test_with_sites_hierarchical_keeps_the_faster_of_two_exact_ways() -> None:
+    found = run_in("scattered", choose_a_way, env={"COMMOPT_PLAN": None})
+    assert all(close for _, _, close in found)
+    assert len({aggregator for _, aggregator, _ in found}) == 1
+    assert found[0][1] in (repr(Hierarchical()), repr(Flat()))
+    assert found[0][0], "nobody has measured"

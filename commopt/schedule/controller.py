@@ -130,7 +130,7 @@ class Controller:
         self._of_ddp.speaks = team.rank == 0
         self._strategies = available(aggregator, team)
         self.aggregator = next(iter(self._strategies.values()))
-        if makes_plans(plan, aggregator) and team.size > 1 and self.phase is not Phase.FROZEN:
+        if makes_plans(plan, aggregator, team) and team.size > 1 and self.phase is not Phase.FROZEN:
             self._begin_planning(team, links)
         if aggregator.tunes and plan == "ddp":
             how = "flat does" if tuned is None else "tuned= says, and nobody watches"
@@ -186,7 +186,7 @@ class Controller:
             self.phase = Phase.WAITING
         if self._coordinator is not None:
             self._coordinator.restart()
-        if makes_plans(self._choice, self._requested):  # also when frozen
+        if self._team is not None and makes_plans(self._choice, self._requested, self._team):  # also when frozen
             self.tuned = tuned
             if self._requested.tunes and self.phase is not Phase.FROZEN:
                 # A plan that is not the result of tuning was on trial.
