@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import chain
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from commopt.aggregate.base import Action, Aggregator, Buffer, Flat, WorkKind, c
 from commopt.aggregate.compressed import Compressed
 from commopt.aggregate.forms import Form, Levels, alone, choose_form, levels_of
 from commopt.aggregate.inside import Rows, check_inside, through_rows, usual_inside
-from commopt.aggregate.shards import division, reshard, shard_memory, undivided
+from commopt.aggregate.shards import Division, division, reshard, shard_memory, undivided
 from commopt.aggregate.sums import LinearAggregator, Sums
 from commopt.compress import KernelCost
 from commopt.errors import ConfigurationError, did_you_mean
@@ -30,6 +30,20 @@ from commopt.kernels.finite import all_finite
 
 if TYPE_CHECKING:
     from commopt.aggregate.rows import ShardedBuffer
+
+
+class _Way(NamedTuple):
+    """How the messages of a buffer go.
+
+    aggregator: that sends them.
+    form: as `choose_form` says; "alone" where there is one level, whose team `levels.intra` then is.
+    divided: the shards that go across.
+    """
+
+    aggregator: Hierarchical
+    form: str
+    levels: Levels
+    divided: Division
 
 
 @dataclass(frozen=True, repr=False)
@@ -102,29 +116,43 @@ class Hierarchical(Aggregator):
         """Run the form for this buffer, or the only level there is."""
         if buffer.numel() == 0:
             return
-        intra, inter = (team.intra, team.inter) if team.intra is not None else levels_of(self.inter, team)
-        if intra is None:
+        key = context.path, team, buffer.dtype, context.result_dtype
+        way = context.memory.ways.get(key)
+        if way is None or way.aggregator is not self:
+            way = context.memory.ways[key] = self._way(buffer, team, context)
+        _, form, levels, divided = way
+        if form == "alone":
             across = context.within("inter", context.layout, context.result_dtype)
-            alone(self._across(team), team).all_reduce(buffer, team.inter or team, scale, across)
+            levels.average.all_reduce(buffer, levels.intra, scale, across)
             return
-        form = self._form(team, buffer.nbytes, team.backend(buffer.device))
         if form == "compress_first":
             self._compress_first(buffer, team, scale, context)
             return
-        levels = Levels(intra, inter, self._across(team), intra.size / team.size)
         seen = buffer[:0]
         finite: Tensor | None = None
         if self.intra is not None:
             finite = through_rows(self.intra, self._scaled(buffer, scale), buffer, levels, team.leaders, context)
         elif form == "reduce_scatter":
-            seen = self._through_shards(buffer, levels, scale, context)
+            seen = self._through_shards(buffer, levels, divided, scale, context)
         else:
-            seen = self._through_leaders(buffer, levels, team.leaders if form == "leaders" else 1, scale, context)
+            seen = self._through_leaders(buffer, levels, divided, scale, context)
         if self.residual_paths:  # all ranks commit, or none does
             finite = all_finite(seen) if finite is None else finite
             context.report(finite)
             if context.path:  # the level that this one is part of looks at first elements only
                 mark_non_finite(buffer, finite)
+
+    def _way(self, buffer: Tensor, team: Team, context: BufferContext) -> _Way:
+        """Return how a buffer goes; kept with its residuals, since it is the same in every step."""
+        intra, inter = (team.intra, team.inter) if team.intra is not None else levels_of(self.inter, team)
+        average, whole = self._across(team), undivided(context.layout)
+        if intra is None:
+            return _Way(self, "alone", Levels(team.inter or team, None, alone(average, team), 1.0), whole)
+        form = self._form(team, buffer.nbytes, team.backend(buffer.device))
+        parts = _shards_in(form, team, intra)
+        dtype = context.result_dtype or buffer.dtype
+        divided = whole if parts == 1 else division(average, context.layout, dtype, parts)
+        return _Way(self, form, Levels(intra, inter, average, intra.size / team.size), divided)
 
     def sums_of(self, team: Team) -> Team | None:
         """Return that of `inter` where there is one level, None otherwise."""
@@ -133,7 +161,7 @@ class Hierarchical(Aggregator):
         return alone(self._across(team), team).sums_of(team.inter or team)
 
     def _through_leaders(
-        self, buffer: Tensor, levels: Levels, leaders: int, scale: float, context: BufferContext
+        self, buffer: Tensor, levels: Levels, divided: Division, scale: float, context: BufferContext
     ) -> Tensor:
         """Reduce to the first ranks, who alone talk to those of other nodes, then broadcast.
 
@@ -141,9 +169,7 @@ class Hierarchical(Aggregator):
         result that are not finite if any is not.
         """
         intra, inter, average, share = levels
-        dtype, scratch = context.result_dtype or buffer.dtype, context.scratch
-        whole = undivided(context.layout)
-        divided = whole if leaders == 1 else division(average, context.layout, dtype, leaders)
+        dtype, scratch, leaders = context.result_dtype or buffer.dtype, context.scratch, len(divided.layouts)
         leads = intra.rank < leaders and inter is not None  # an uneven node has one leader alone with an inter level
         mine = divided.layouts[intra.rank] if leads else None
         if average.residual_paths and not context.memory.complete:
@@ -169,12 +195,13 @@ class Hierarchical(Aggregator):
         divided.put_back(result, buffer)
         return result[:: divided.shard_numel]
 
-    def _through_shards(self, buffer: Tensor, levels: Levels, scale: float, context: BufferContext) -> Tensor:
+    def _through_shards(
+        self, buffer: Tensor, levels: Levels, divided: Division, scale: float, context: BufferContext
+    ) -> Tensor:
         """Reduce inside the node and keep one shard per rank, which talks to those at its place, then gather."""
         intra, inter, average, share = levels
         assert inter is not None  # check() refused unequal nodes
         dtype = context.result_dtype or buffer.dtype
-        divided = division(average, context.layout, dtype, intra.size)
         mine = divided.layouts[intra.rank]  # the last ranks of a node may have nothing but padding, on every node
         if average.residual_paths and not context.memory.complete:
             reshard(average, divided.name, mine, intra, context, buffer.device)
@@ -292,12 +319,12 @@ class Hierarchical(Aggregator):
             buffer = replace(buffer, dtype=torch.promote_types(dtype, torch.float32))
         elif form == "reduce_scatter":
             assert inter is not None  # as above
-            divided = division(average, layout, dtype, intra.size)
+            divided = division(average, layout, dtype, _shards_in(form, team, intra))
             mine = divided.layouts[intra.rank]
             up = call(intra, "reduce_scatter", divided.whole_numel * summed.itemsize)
             down = call(intra, "all_gather", divided.shard_numel * dtype.itemsize)
         else:
-            leaders = team.leaders if form == "leaders" else 1
+            leaders = _shards_in(form, team, intra)
             divided = undivided(layout) if leaders == 1 else division(average, layout, dtype, leaders)
             mine = divided.layouts[intra.rank] if intra.rank < leaders and inter is not None else None
             numel = divided.shard_numel
@@ -395,6 +422,11 @@ class Hierarchical(Aggregator):
         return self.form or choose_form(
             backend, nbytes, uniform=team.uniform, lossless=inter.lossless, linear=linear, sites=sites
         )
+
+
+def _shards_in(form: str, team: TeamShape, intra: TeamShape) -> int:
+    """Return how many ranks of a node take a part of a buffer across."""
+    return {"reduce_scatter": intra.size, "leaders": team.leaders}.get(form, 1)
 
 
 @lru_cache(maxsize=1024)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import sqrt
 from threading import RLock
@@ -38,6 +38,7 @@ class BufferMemory:
     found: the residuals that its encodings asked for, by path, kind and layout.
     complete: whether all residuals of the buffer are in `found`, so that a step need not look anywhere else.
     searches: how often residuals were looked for that are in no encoding.
+    ways: what the sender has worked out about the buffer once, by keys of its own.
     """
 
     sender: object = None
@@ -45,6 +46,7 @@ class BufferMemory:
     found: dict[Key, Residual] = field(default_factory=dict)
     complete: bool = False
     searches: int = 0
+    ways: dict[Hashable, Any] = field(default_factory=dict)
 
 
 class ResidualStore:

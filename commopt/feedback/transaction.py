@@ -67,10 +67,17 @@ class Transaction:
     _staged_factors: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     _checked: int = 0  # flags of the buffers before the one under way
     _unchecked: list[Tensor] = field(default_factory=list)  # results without a flag
+    _under_way: bool = False  # whether a step has begun and not ended
 
     def begin_step(self) -> None:
         """Drop the values still staged by a backward that raised, and end its bucket."""
-        self.scratch.end_bucket()
+        if self._under_way:
+            self.scratch.end_bucket()
+        if self._under_way or self._staged or self._staged_factors or self.flags or self._unchecked:
+            self._forget_staged()
+        self._under_way = True
+
+    def _forget_staged(self) -> None:
         self._staged.clear()
         self._staged_factors.clear()
         self.flags.clear()
@@ -151,9 +158,10 @@ class Transaction:
             if self._staged or self._staged_factors:
                 with self.lock:
                     self._commit()
-            self.begin_step()
+            self._forget_staged()
         self.scratch.end_bucket()
         if last:
+            self._under_way = False
             self.scratch.end_step()
             self.steps += 1
 

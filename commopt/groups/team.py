@@ -222,11 +222,12 @@ class Team(TeamShape):
             call = over_gloo
         elif backend == "nccl":
             call = _OVER_NCCL.get(primitive, call)
-        if on_gloo and output.device.type != "cpu":
-            call = partial(_by_way_of_the_host, call)
-        if (captured := segments.capturing()) is not None:
-            captured.between(partial(self._call, primitive, call, *tensors, **how))  # replays are never recorded
-            return
+        if output.device.type != "cpu":
+            if on_gloo:
+                call = partial(_by_way_of_the_host, call)
+            if (captured := segments.capturing()) is not None:
+                captured.between(partial(self._call, primitive, call, *tensors, **how))  # replays are never recorded
+                return
         with recording.primitive(self.level, primitive, source.nbytes):
             self._call(primitive, call, *tensors, **how)
 
