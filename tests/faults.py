@@ -55,8 +55,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a node's share is one over the nodes, also where nodes are uneven",
         "commopt/aggregate/hierarchical.py",
-        "levels = Levels(intra, inter, self._across(team), intra.size / team.size)",
-        "levels = Levels(intra, inter, self._across(team), 1 / team.node_count)",
+        "Levels(intra, inter, average, intra.size / team.size)",
+        "Levels(intra, inter, average, 1 / team.node_count)",
         RIGHT,
         ("test_local_sgd_deltas", "test_adam"),
     ),
@@ -256,6 +256,22 @@ FAULTS: tuple[Fault, ...] = (
         ("test_integrations_absent", "test_integrations_lightning"),
     ),
     Fault(
+        "survivors of a failure begin with zeros in place of their residuals",
+        "commopt/attached/rebuild.py",
+        "                store.add(residual.path, residual.layout, residual.values.float())\n",
+        "                store.add(residual.path, residual.layout, residual.values.float().zero_())\n",
+        NOTHING_LOST,
+        ("test_rebuild",),
+    ),
+    Fault(
+        "what a backward that raised has staged is committed with the next step",
+        "commopt/feedback/transaction.py",
+        "            self._forget_staged()\n        self._under_way = True\n",
+        "            pass\n        self._under_way = True\n",
+        NOTHING_LOST,
+        ("test_feedback_conservation", "test_feedback_state"),
+    ),
+    Fault(
         "a residual that is no number is loaded",
         "commopt/feedback/checkpoint.py",
         "if not (-largest <= least and most <= largest):",
@@ -311,6 +327,14 @@ FAULTS: tuple[Fault, ...] = (
         "self.ended.set_result(self._result.clone())",
         LEGAL,
         ("test_lane_modes", "test_contract_aggregators"),
+    ),
+    Fault(
+        "of two messages under way the later one ends first",
+        "commopt/lanes/lane.py",
+        "                self._end(under_way.popleft())\n",
+        "                self._end(under_way.pop())\n",
+        IDENTICAL,
+        ("test_lane_overlap",),
     ),
     # ------------------------------------------------------------------------------------ accounting and plans
     Fault(
@@ -466,6 +490,22 @@ FAULTS: tuple[Fault, ...] = (
         "parts = [0] * len(nodes)",
         "timeline: who waits for whom",
         ("test_timeline",),
+    ),
+    Fault(
+        "a slow node is a site of its own",
+        "commopt/probe/nearness.py",
+        "        return gbps / max(min(self.best_gbps[node] for node in pair), 1e-12)\n",
+        "        return gbps / max(max(self.best_gbps[node] for node in pair), 1e-12)\n",
+        "sites are found where they are, and nowhere else",
+        ("test_probe_sites",),
+    ),
+    Fault(
+        "with sites told nobody times the other exact way",
+        "commopt/schedule/config.py",
+        "return aggregator == Hierarchical() and team.sites_above > 0",
+        "return False",
+        NEVER_SLOWER,
+        ("test_candidates",),
     ),
     # ------------------------------------------------------------------------------------ programs and machines
     Fault(
