@@ -47,6 +47,7 @@ SHAPES = (
     *("1+1+1+1|1+1+1+1@200mbit/200mbit:told", "1+1+1|1+1@500mbit/50mbit:told"),
 )
 WARM_UP_STEPS = 4  # DDP rebuilds its buckets, and PowerSGD begins densely
+PLANNED_STEPS = 60  # where sites are told, exact sums are timed both ways, and the faster one has stayed by then
 _UNUSABLE = 2
 _SHAPE = re.compile(r"([\d+|]+)@(\w+)(?:/(\w+))?(:told)?")
 
@@ -120,6 +121,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--turns", type=whole(1), default=7, help="of which the median counts (default 7)")
     parser.add_argument("--steps", type=whole(1), default=3, help="of each strategy in a turn (default 3)")
+    parser.add_argument("--warm-up", type=whole(1), default=WARM_UP_STEPS, help=argparse.SUPPRESS)  # of a rank
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--json", type=output_file, metavar="FILE", help="write JSON lines: environment, then each shape")
     what.add_argument("--report", type=content_of(read), metavar="FILE", help="show such a file")
@@ -164,12 +166,12 @@ class SmallTraining:
 
 def measure(options: argparse.Namespace) -> dict[str, list[float]]:
     """Return by strategy what a step took in each turn, in seconds."""
-    trainings = {strategy: enter(SmallTraining(), strategy, "ddp")[0] for strategy in options.strategies}
+    trainings = {strategy: enter(SmallTraining(), strategy, None)[0] for strategy in options.strategies}
     turns: dict[str, list[float]] = {strategy: [] for strategy in trainings}
     for turn in range(options.turns + 1):
         for strategy, training in trainings.items():
             dist.barrier()
-            taken = [_step_s(training) for _ in range(options.steps if turn else WARM_UP_STEPS)]
+            taken = [_step_s(training) for _ in range(options.steps if turn else options.warm_up)]
             if turn:
                 turns[strategy].append(median(taken))
     return turns
@@ -198,6 +200,7 @@ def work(options: argparse.Namespace) -> None:
 def measured(shape: Shape, options: argparse.Namespace) -> dict[str, Any]:
     """Return the record of one cluster. Raises ClusterUnavailableError where it cannot be made."""
     given = ["--strategies", ",".join(options.strategies), "--turns", str(options.turns), "--steps", str(options.steps)]
+    given += ["--warm-up", str(PLANNED_STEPS if shape.told else WARM_UP_STEPS)]
     with tempfile.TemporaryDirectory() as folder, shape.cluster() as cluster:
         found = Path(folder, "found.json")
         ended = cluster.run(["-m", PROGRAM, *given, "--worker", str(found)], capture=False)

@@ -174,16 +174,16 @@ WEIGHTS: Mapping[str, commopt.Weights] = {
 KNOWN = (*STRATEGIES, *OTHERS)
 
 
-def enter(training: Trainable, strategy: str, plan: str) -> tuple[Trainable, commopt.CommState | None]:
+def enter(training: Trainable, strategy: str, plan: str | None) -> tuple[Trainable, commopt.CommState | None]:
     """Return the training with `strategy` in it, and the state of commopt's hook if it is one of commopt's.
 
     With adam= it has taken the hook's optimizer.
-    plan: of DDP's buckets, for presets; what tunes itself chooses its own. Collective.
+    plan: of DDP's buckets, for presets, None for their own default; what tunes itself chooses its own. Collective.
     """
     if strategy in OTHERS:
         return OTHERS[strategy](training), None
     name, weights = _and_weights(strategy)
-    options: dict[str, Any] = {} if name.partition(":")[0] == AUTO else {"plan": plan}
+    options: dict[str, Any] = {} if plan is None or name.partition(":")[0] == AUTO else {"plan": plan}
     if weights:
         options["weights"] = WEIGHTS[weights]
     state = choose_averaging(training.model, name, **options)
