@@ -28,10 +28,12 @@ _log = logging.getLogger("commopt")
 _VERDICT_MARGIN_S = 5.0
 # For a rank that leaves because of an error, to say so.
 _LEAVING_S = 2.0
+_FIRST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.1
 # After which a warning names the ranks that are waited for: longer than ranks are usually apart.
 PATIENCE_S = 20.0
-# All ranks together look that often, whether or not they have waited for long: what bounds the work of the store.
+# Looks of all ranks together, at first and when they wait for long: what bounds the work of the store.
+_FIRST_LOOKS_PER_S = 20000.0
 _LOOKS_PER_S = 5000.0
 # A scan of seats, one request each, is followed by so many times its time without one.
 _SCAN_PAUSE = 9
@@ -202,25 +204,24 @@ def _attend(
     """Every other rank's part: return the answers of all, or the places of those that are missing."""
     ticket = secrets.token_hex(8)
     store.set(_seat(me), json.dumps({"ticket": ticket}))
-    pause_s = max(_LONGEST_PAUSE_S, size / _LOOKS_PER_S)
 
     def invited() -> Facts:
         patience.wait_for([0])  # for whom else, rank 0 says
         return _read(store, f"invitation/{ticket}")
 
-    invitation = poll(invited, deadline, interrupt, pause_s)
+    invitation = poll(invited, deadline, interrupt, size)
     if not invitation:
         return [], [0]
     store.delete_key(f"invitation/{ticket}")
     meeting = invitation["meeting"]
     store.set(_seat(me), json.dumps({"meeting": meeting, "facts": mine}))
     with _fails_when_left(store, me, meeting):
-        verdict = poll(lambda: _read(store, f"verdict/{meeting}"), deadline, interrupt, pause_s)
+        verdict = poll(lambda: _read(store, f"verdict/{meeting}"), deadline, interrupt, size)
     if verdict:
         return _outcome(verdict)
     # Rank 0 is gone. One of the others looks for all, or the store would be asked as the square of their number.
     if store.compare_set(f"inquiry/{meeting}", "", str(me)) != str(me).encode():
-        verdict = poll(lambda: _read(store, f"verdict/{meeting}"), deadline + _VERDICT_MARGIN_S, interrupt, pause_s)
+        verdict = poll(lambda: _read(store, f"verdict/{meeting}"), deadline + _VERDICT_MARGIN_S, interrupt, size)
         return _outcome(verdict) if verdict else _verdict(store, meeting, [0])
     came = {place for place, seat in _Seats(store).read(range(1, size)) if seat.get("meeting") == meeting}
     return _verdict(store, meeting, [place for place in range(1, size) if place not in came] or [0])
@@ -255,19 +256,17 @@ def _fails_when_left(store: LimitedStore, me: int, meeting: str) -> Iterator[Non
         raise
 
 
-def poll(
-    look: Callable[[], Any],
-    deadline: float,
-    interrupt: Callable[[], None] = lambda: None,
-    longest_pause_s: float = _LONGEST_PAUSE_S,
-) -> Any:
+def poll(look: Callable[[], Any], deadline: float, interrupt: Callable[[], None] = lambda: None, ranks: int = 1) -> Any:
     """Call `look` until it returns something true or `deadline` (time.monotonic) is over; return what it said last.
 
-    Polling instead of `store.wait`, because a blocked store client also blocks the threads that share it.
+    Polling instead of `store.wait`, because a blocked store client also blocks the threads that share it. ranks: how
+    many of them do so at the same time. `interrupt` is asked between looks of a wait that is not short.
     """
-    pause_s = 0.001
+    longest_pause_s = max(_LONGEST_PAUSE_S, ranks / _LOOKS_PER_S)
+    pause_s = max(_FIRST_PAUSE_S, ranks / _FIRST_LOOKS_PER_S)
     while not (seen := look()) and time.monotonic() < deadline:
-        interrupt()
+        if pause_s == longest_pause_s:
+            interrupt()
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, longest_pause_s)
     return seen

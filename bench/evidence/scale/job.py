@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch._dynamo  # which DDP loads: once, before the forks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
