@@ -260,15 +260,16 @@ def poll(look: Callable[[], Any], deadline: float, interrupt: Callable[[], None]
     """Call `look` until it returns something true or `deadline` (time.monotonic) is over; return what it said last.
 
     Polling instead of `store.wait`, because a blocked store client also blocks the threads that share it. ranks: how
-    many of them do so at the same time. `interrupt` is asked between looks of a wait that is not short.
+    many of them do so at the same time. A look is late by a quarter of the wait at most, but for the first pause.
     """
+    first_pause_s = max(_FIRST_PAUSE_S, ranks / _FIRST_LOOKS_PER_S)
     longest_pause_s = max(_LONGEST_PAUSE_S, ranks / _LOOKS_PER_S)
-    pause_s = max(_FIRST_PAUSE_S, ranks / _FIRST_LOOKS_PER_S)
-    while not (seen := look()) and time.monotonic() < deadline:
-        if pause_s == longest_pause_s:
+    begun_s = asked_s = time.monotonic()
+    while not (seen := look()) and (now_s := time.monotonic()) < deadline:
+        if now_s - asked_s >= longest_pause_s:
             interrupt()
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, longest_pause_s)
+            asked_s = now_s
+        time.sleep(min(max(first_pause_s, (now_s - begun_s) / 4), longest_pause_s))
     return seen
 
 

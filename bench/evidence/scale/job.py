@@ -20,27 +20,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch._dynamo  # which DDP loads: once, before the forks
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commopt
 from bench.evidence.scale.counting import CountingStore, Counts
 from commopt.groups import join
+from commopt.groups.store import limited_store
 
 RANKS_PER_NODE = 4
 BEAT_S = 2.0
 _BEATS = 5
 _TIMEOUT_S = 300.0
-_FORK = multiprocessing.get_context("fork")
+FORK = multiprocessing.get_context("fork")
 
 
 @contextmanager
 def store_host() -> Iterator[tuple[int, int]]:
     """Host a store in a process of its own; give its port and the id of the process."""
-    port, end = _FORK.SimpleQueue(), _FORK.Event()
-    process = _FORK.Process(target=_host, args=(port, end))
+    port, end = FORK.SimpleQueue(), FORK.Event()
+    process = FORK.Process(target=_host, args=(port, end))
     process.start()
     try:
         assert process.pid is not None
@@ -65,8 +66,8 @@ def cpu_s(pid: int) -> float:
 def run_world(size: int) -> dict[str, Any]:
     """Run a world; return a record for each phase, and what each rank holds."""
     with tempfile.TemporaryDirectory() as folder, store_host() as (port, host):
-        barrier = _FORK.Barrier(size)
-        ranks = [_FORK.Process(target=_rank, args=(rank, size, port, host, barrier, folder)) for rank in range(size)]
+        barrier = FORK.Barrier(size)
+        ranks = [FORK.Process(target=_rank, args=(rank, size, port, host, barrier, folder)) for rank in range(size)]
         for process in ranks:
             process.start()
         for process in ranks:
@@ -140,12 +141,13 @@ def _rank(rank: int, size: int, port: int, host: int, barrier: Any, folder: str)
     store = CountingStore(dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit), counts)
     phases.run("nothing", lambda: None)
     phases.run("torch", lambda: dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit))
+    phases.run("connect", lambda: limited_store("", _TIMEOUT_S))  # torch looks up the name of the store's address
     membership = phases.run("setup", join)
     for number in range(3):
         phases.run(f"agreement {number}", lambda: membership.agree("a purpose", number=number))  # noqa: B023
     ddp = phases.run("torch's DDP", lambda: DistributedDataParallel(nn.Linear(8, 8)))
     phases.run("attach", lambda: commopt.attach(ddp, "hierarchical"))
-    phases.run("first steps", lambda: [_step(ddp) for _ in range(3)])  # in the second one DDP rebuilds its buckets
+    phases.run("first steps", lambda: _train(ddp, 3))  # in the second one DDP rebuilds its buckets
     phases.run("heartbeat", lambda: time.sleep(_BEATS * BEAT_S))
     if rank == size - 1:
         file.write_text(json.dumps(phases.found))
@@ -163,10 +165,11 @@ def _go_on(ddp: nn.Module) -> str:
     """Train until the loss of a rank is known."""
     while True:
         try:
-            _step(ddp)
+            _train(ddp, 1)
         except commopt.CommoptError as error:
             return str(error)
 
 
-def _step(ddp: nn.Module) -> None:
-    ddp(torch.ones(1, 8)).sum().backward()
+def _train(ddp: nn.Module, steps: int) -> None:
+    for _ in range(steps):
+        ddp(torch.ones(1, 8)).sum().backward()
