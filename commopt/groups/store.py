@@ -145,7 +145,10 @@ class _StoreConnection:
         _all.add(self)
         clone = getattr(store, "clone", None)  # older torch has none
         # Not `store` itself: that would keep the server alive after its process group.
-        self._client: dist.Store = store if clone is None else self._ask(clone, limit_s)
+        try:
+            self._client: dist.Store = store if clone is None else self._ask(clone, limit_s)
+        except TransportError as error:
+            raise TransportError(f"{error}; or it may open no more files: two for each rank (ulimit -n)") from error
         # FileStore has no multi_get and multi_set.
         self.extended = bool(getattr(self._client, "has_extended_api", lambda: False)())
 

@@ -32,7 +32,7 @@ from commopt.groups.store import limited_store
 
 RANKS_PER_NODE = 4
 BEAT_S = 2.0
-_BEATS = 5
+BEATS = 5
 _TIMEOUT_S = 300.0
 FORK = multiprocessing.get_context("fork")
 
@@ -83,7 +83,7 @@ def run_world(size: int) -> dict[str, Any]:
 
 def _together(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """Return one record of what all ranks found in a phase: sums, the most of one rank but rank 0, and rank 0's."""
-    record: dict[str, Any] = {"first": ranks[0]["requests"]}
+    record: dict[str, Any] = {"ranks": len(ranks), "first": ranks[0]["requests"]}
     for name in ("requests", "nbytes"):
         kinds = sorted({kind for each in ranks for kind in each[name]})
         record[name] = {kind: sum(each[name].get(kind, 0) for each in ranks) for kind in kinds}
@@ -148,7 +148,7 @@ def _rank(rank: int, size: int, port: int, host: int, barrier: Any, folder: str)
     ddp = phases.run("torch's DDP", lambda: DistributedDataParallel(nn.Linear(8, 8)))
     phases.run("attach", lambda: commopt.attach(ddp, "hierarchical"))
     phases.run("first steps", lambda: _train(ddp, 3))  # in the second one DDP rebuilds its buckets
-    phases.run("heartbeat", lambda: time.sleep(_BEATS * BEAT_S))
+    phases.run("heartbeat", lambda: time.sleep(BEATS * BEAT_S))
     if rank == size - 1:
         file.write_text(json.dumps(phases.found))
         barrier.wait()
