@@ -16,6 +16,7 @@ The model, in whole:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -34,12 +35,12 @@ Row = Mapping[str, Any]
 
 
 class Law:
-    """What all of n ranks ask or hold, from what one does on average."""
+    """What all of n ranks ask or hold, from what one does on average: a polynomial of n."""
 
-    def __init__(self, of_one: Mapping[int, float]) -> None:
+    def __init__(self, of_one: Mapping[int, float], highest: int = 2) -> None:
         sizes = np.array(list(of_one), float)
         totals = sizes * np.array(list(of_one.values()), float)
-        for degree in (1, 2):
+        for degree in range(1, highest + 1):
             self._factors = np.polyfit(sizes, totals, degree, w=1 / np.maximum(totals, 1.0))
             off = np.abs(np.polyval(self._factors, sizes) - totals) / np.maximum(totals, 1.0)
             if off.max() < _OFF:
@@ -50,8 +51,8 @@ class Law:
 
     def __str__(self) -> str:
         """The polynomial without its constant, which rank 0 makes."""
-        *square, each, _ = self._factors
-        parts = [f"{part:.2g} n{power}" for part, power in [*((part, "\u00b2") for part in square), (each, "")]]
+        powers = ["", "\u00b2", "\u00b3"][len(self._factors) - 2 :: -1]
+        parts = [f"{part:.2g} n{power}" for part, power in zip(self._factors, powers, strict=False)]
         return " + ".join(parts).replace("+ -", "- ")
 
 
@@ -95,8 +96,13 @@ class Results:
 
     @property
     def message_us(self) -> float:
-        """Processor time of the store for a short message, from 16 clients."""
-        return float(next(row["us"] for row in self.of("host") if row["kind"] == "check" and row["clients"] == 16))
+        """Processor time of the store for a short message, the median over several numbers of clients."""
+        return float(median(row["us"] for row in self.of("host") if row["kind"] == "check"))
+
+    def lost_rank(self, ranks: int) -> float:
+        """Return the requests of all ranks until they know of a lost one: the law, and the most looks in any world."""
+        looks = max(looks_of(world["failure"]) / _ranks_in(world) for world in self.worlds.values())
+        return Law(self.requests("commopt", ("failure",)))(ranks) + looks * ranks
 
     def start_s(self, ranks: int) -> dict[str, float]:
         """Return what commopt adds to the start of a world, by part."""
@@ -112,6 +118,11 @@ class Results:
         """Return the processor time of the store for what gloo asks to connect all ranks."""
         messages = self.each(lambda world: sum(messages_of(world[name], "torch") for name in phases) / _ranks_in(world))
         return Law(messages)(ranks) * self.message_us * 1e-6
+
+    def torch_gb(self, ranks: int, phase: str) -> float:
+        """Return the bytes that gloo's addresses are in the store's answers: each rank's are as long as the world."""
+        nbytes = self.each(lambda world: world[phase]["nbytes"].get("torch", 0) / _ranks_in(world))
+        return Law(nbytes, highest=3)(ranks) / 1e9
 
     def files(self, phase: str) -> dict[int, float]:
         """Return the files that a rank has open after a phase, without those it began with."""

@@ -83,10 +83,8 @@ def crowd(results: Results) -> str:
 
 def host(results: Results) -> str:
     """Return what one request costs the store."""
-    rows = [
-        [row["kind"], str(row["clients"]), f"{row['us']:.1f}", f"{row['per_s']:,.0f}"] for row in results.of("host")
-    ]
-    return table(["request", "clients", "work of the store, us", "requests a second, here"], rows)
+    rows = [[row["kind"], str(row["clients"]), f"{row['us']:.1f}"] for row in results.of("host")]
+    return table(["request", "clients", "work of the store, us"], rows)
 
 
 def large(results: Results) -> str:
@@ -97,7 +95,6 @@ def large(results: Results) -> str:
         lambda w: 1 + (w["setup"]["host_files"] - w["nothing"]["host_files"]) / w["nothing"]["ranks"]
     )
     joined_kib = results.memory_kib("setup", "torch")
-    failing = Law(results.each(lambda w: requests_all(w["failure"], "commopt") / w["nothing"]["ranks"]))
     rows: list[tuple[str, Callable[[int], str]]] = [
         ("agreements of a start, s", lambda n: f"{sum(results.start_s(n).values()):.2f}"),
         ("of it the store's work, s", lambda n: f"{results.start_s(n)['store']:.2f}"),
@@ -107,12 +104,13 @@ def large(results: Results) -> str:
         ("the same of all ranks, MB", lambda n: f"{n * results.answers[n]['packed_nbytes'] / 1e6:,.1f}"),
         ("unpacked, MB (until now)", lambda n: f"{n * results.answers[n]['plain_nbytes'] / 1e6:,.0f}"),
         ("heartbeat, requests a second", lambda n: f"{3 * n / paced_interval_s(_BEAT_S, n):,.0f}"),
-        ("a lost rank, requests in 3 s", lambda n: f"{failing(n):,.0f}"),
+        ("a lost rank, requests in 3 s", lambda n: f"{results.lost_rank(n):,.0f}"),
         ("files of the store's process", lambda n: f"{Law(host_files)(n):,.0f}"),
         ("gloo: files of a rank, torch's", lambda n: f"{Law(begun)(n) / n:,.0f}"),
         ("gloo: with commopt's", lambda n: f"{Law(own)(n) / n:,.0f}"),
         ("gloo: memory of commopt's, MB a rank", lambda n: f"{Law(joined_kib)(n) / n / 1024:.0f}"),
         ("gloo: torch's work at the store, s", lambda n: f"{results.torch_store_s(n, ('torch',)):.1f}"),
+        ("gloo: its addresses through the store, GB", lambda n: f"{results.torch_gb(n, 'torch'):,.2f}"),
         ("gloo: commopt's groups at the store, s", lambda n: f"{results.torch_store_s(n, ('setup',)):.1f}"),
     ]
     cells = [[title, *(figure(ranks) for ranks in LARGE)] for title, figure in rows]
