@@ -45,7 +45,7 @@ def measure_host() -> list[dict[str, Any]]:
             cpu = cpu_s(host)
             for process in processes:
                 process.join()
-            records.append({"kind": kind, "clients": clients, "us": 1e6 * (cpu_s(host) - cpu) / each / clients})
+            records.append({"request": kind, "clients": clients, "us": 1e6 * (cpu_s(host) - cpu) / each / clients})
     return records
 
 

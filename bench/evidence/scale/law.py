@@ -97,7 +97,7 @@ class Results:
     @property
     def message_us(self) -> float:
         """Processor time of the store for a short message, the median over several numbers of clients."""
-        return float(median(row["us"] for row in self.of("host") if row["kind"] == "check"))
+        return float(median(row["us"] for row in self.of("host") if row["request"] == "check"))
 
     def lost_rank(self, ranks: int) -> float:
         """Return the requests of all ranks until they know of a lost one: the law, and the most looks in any world."""

@@ -83,7 +83,7 @@ def crowd(results: Results) -> str:
 
 def host(results: Results) -> str:
     """Return what one request costs the store."""
-    rows = [[row["kind"], str(row["clients"]), f"{row['us']:.1f}"] for row in results.of("host")]
+    rows = [[row["request"], str(row["clients"]), f"{row['us']:.1f}"] for row in results.of("host")]
     return table(["request", "clients", "work of the store, us"], rows)
 
 
