@@ -2,7 +2,7 @@
 """How large can it be? `python -m bench.evidence.scale --json FILE` counts what ranks ask the store, ten minutes.
 
 Worlds of 8 to 64 processes are set up, agree, beat and lose a rank; up to 1,024 threads agree; one request is timed at
-the process that hosts the store. Counts and processor times of that process do not depend on who else uses the machine.
+the process that hosts the store. Counts do not depend on who else uses the machine. Times do, also of a processor.
 """
 
 from __future__ import annotations

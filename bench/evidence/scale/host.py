@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one request costs the process that hosts the store: its processor time, whoever else uses the machine."""
+"""What one request costs the process that hosts the store: its processor time."""
 
 from __future__ import annotations
 

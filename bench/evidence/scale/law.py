@@ -5,8 +5,8 @@ The model, in whole:
 
     law          requests, files and memory of all ranks = a polynomial of their number n, by least squares: of the
                  first degree if that is nowhere off by more than 3 %, else of the second
-    store        messages of one agreement x processor time of the store for each, as in the largest crowd, whose store
-                 had as many connections; looks that find nothing come on top, 20,000 a second
+    store        messages of one agreement x processor time of the store for each, as for a short message from 1 to 64
+                 clients, or as in the largest crowd; looks that find nothing come on top, 20,000 a second
     late looks   two waits in each agreement; in each the answer is seen late by the first pause between two looks
                  (n / 20,000 s), or a quarter of the wait
     reading      each rank reads the answers of all: measured, of as many ranks
@@ -89,10 +89,10 @@ class Results:
         crowd = self.crowds[max(self.crowds)]
         return float(crowd["host_cpu_s"] / (messages_of(crowd, "commopt") + looks_of(crowd)))
 
-    def agreement_s(self, ranks: int) -> float:
+    def agreement_s(self, ranks: int, message_s: float) -> float:
         """Return for how long the store works on one agreement, while ranks that wait look at it too."""
-        messages = Law({size: messages_of(row, "commopt") / size for size, row in self.crowds.items()})
-        return messages(ranks) * self.crowd_message_s / (1 - FIRST_LOOKS_PER_S * self.crowd_message_s)
+        messages = self.each(lambda world: messages_of(world["agreement 2"], "commopt") / _ranks_in(world))
+        return Law(messages)(ranks) * message_s / (1 - FIRST_LOOKS_PER_S * message_s)
 
     @property
     def message_us(self) -> float:
@@ -104,9 +104,10 @@ class Results:
         looks = max(looks_of(world["failure"]) / _ranks_in(world) for world in self.worlds.values())
         return Law(self.requests("commopt", ("failure",)))(ranks) + looks * ranks
 
-    def start_s(self, ranks: int) -> dict[str, float]:
-        """Return what commopt adds to the start of a world, by part."""
-        store_s = self.agreements * self.agreement_s(ranks)
+    def start_s(self, ranks: int, message_s: float | None = None) -> dict[str, float]:
+        """Return what commopt adds to the start of a world, by part. message_s: of the store; None: `message_us`."""
+        message_s = 1e-6 * self.message_us if message_s is None else message_s
+        store_s = self.agreements * self.agreement_s(ranks, message_s)
         return {
             "store": store_s,
             "late looks": max(2 * self.agreements * ranks / FIRST_LOOKS_PER_S, store_s / 4),
