@@ -8,7 +8,7 @@ from collections.abc import Callable
 from bench.document import table
 from bench.evidence.scale.counting import POLL
 from bench.evidence.scale.job import BEATS
-from bench.evidence.scale.law import Law, Results, Row, looks_of, requests_of
+from bench.evidence.scale.law import CLOCKED, Law, Results, Row, looks_of, requests_of
 from commopt.groups.membership import paced_interval_s
 
 LARGE = (64, 512, 1024, 4096)
@@ -29,11 +29,11 @@ def counted(results: Results) -> str:
         ("a lost rank, until all know", "commopt", ("failure",)),
     ):
         counts = results.requests(owner, phases)
-        rows.append([title, *(f"{counts[ranks]:.1f}" for ranks in worlds), str(Law(counts))])
+        rows.append([title, *(f"{counts[ranks]:.1f}" for ranks in worlds), str(Law(counts, off=CLOCKED))])
     beats = results.each(
         lambda world: requests_all(world["heartbeat"], "heartbeat") / world["nothing"]["ranks"] / BEATS
     )
-    rows.append(["heartbeat, an interval", *(f"{beats[ranks]:.1f}" for ranks in worlds), str(Law(beats))])
+    rows.append(["heartbeat, an interval", *(f"{beats[ranks]:.1f}" for ranks in worlds), str(Law(beats, off=CLOCKED))])
     return table(["requests of a rank", *(f"{ranks} ranks" for ranks in worlds), "law of all"], rows)
 
 
