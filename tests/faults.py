@@ -40,6 +40,7 @@ EQUAL_WEIGHTS = "all ranks compute with equal weights, none of them stale"
 ADAMW = "without compression, `adam=` is torch's AdamW"
 FALLS_BEHIND = "`auto` leaves a strategy by which the model falls behind exact averages"
 NEVER_SLOWER = "never slower in silence"
+ASKED = "the store is asked as much of each rank in every world, and a bounded number a second"
 
 
 FAULTS: tuple[Fault, ...] = (
@@ -287,6 +288,14 @@ FAULTS: tuple[Fault, ...] = (
         '            if "meeting" in seat:\n',
         NOBODY_HANGS,
         ("test_meetings",),
+    ),
+    Fault(
+        "rank 0 asks for each seat by itself",
+        "commopt/groups/agreement.py",
+        "        texts = self._store.get_all([_seat(place) for place in taken])\n",
+        "        texts = [self._store.get(_seat(place)) for place in taken]\n",
+        ASKED,
+        ("test_scale",),
     ),
     Fault(
         "a failure closes the groups of the model that failed alone",

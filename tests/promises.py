@@ -183,6 +183,14 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "flat": (f"{_HOSTILE}test_who_lies_is_dropped_by_name", f"{_HOSTILE}test_nonsense_at_random"),
         "quantized": (f"{_HOSTILE}test_random_bytes_are_no_delta_that_loses_the_model",),
     },
+    "the store is asked as much of each rank in every world, and a bounded number a second": dict.fromkeys(
+        KINDS,
+        (
+            "test_scale.py::test_each_rank_asks_as_much_in_an_agreement_however_many_there_are",
+            "test_scale.py::test_ranks_that_wait_look_so_often_in_all_and_see_the_answer_soon",
+            "test_scale.py::test_beats_ask_a_bounded_number_of_requests_a_second",
+        ),
+    ),
     "never slower in silence": {
         "auto": (
             "test_search.py::test_keeps_stock_ddp_where_nothing_pays_and_says_so",

@@ -378,6 +378,9 @@ class CountingStore:
     def read(self, key: str) -> str | None:
         return self.get(key).decode() if self.check([key]) else None
 
+    def read_all(self, keys: list[str]) -> list[str | None]:
+        return [text.decode() for text in self.multi_get(keys)] if self.check(keys) else [*map(self.read, keys)]
+
     def __getattr__(self, method: str) -> Any:
         with self._lock:
             self.requests += 1

@@ -49,6 +49,7 @@ MEASURES: Mapping[str, Sequence[str]] = {
     "preset_by_cluster": _SIMULATION,
     "probe": ("commopt/probe", "commopt/cost", "commopt/groups"),
     "recording_cost": (*_STEP, "commopt/recording", "bench/evidence/recording_cost.py"),
+    "scale": ("commopt/groups", "commopt/lanes", "bench/evidence/scale"),
     "scaling": (*_STEP, "bench/evidence/scaling"),
     "shapes": (*_STEP, "bench/evidence/shapes.py"),
     "server_link": ("commopt/server", "bench/evidence/server_link.py"),

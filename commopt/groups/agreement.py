@@ -7,10 +7,12 @@ works when the team has failed. Membership.agree and the other comparisons of ra
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import secrets
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -26,8 +28,16 @@ _log = logging.getLogger("commopt")
 _VERDICT_MARGIN_S = 5.0
 # For a rank that leaves because of an error, to say so.
 _LEAVING_S = 2.0
+_FIRST_PAUSE_S = 0.001
+_LONGEST_PAUSE_S = 0.1
 # After which a warning names the ranks that are waited for: longer than ranks are usually apart.
 PATIENCE_S = 20.0
+# Looks of all ranks together, at first and when they wait for long: what bounds the work of the store.
+_FIRST_LOOKS_PER_S = 20000.0
+_LOOKS_PER_S = 5000.0
+# A scan of seats, one request each, is followed by so many times its time without one.
+_SCAN_PAUSE = 9
+_MOST_VERDICT_NBYTES = 2**28  # of its text, which is packed
 
 
 def exchange_facts(
@@ -54,6 +64,9 @@ def exchange_facts(
     rank shows a ticket it has just drawn; rank 0 answers each with the name of the meeting, which it has just drawn;
     and only what bears this name counts. A meeting has one verdict, the first that is written: by rank 0, or by a rank
     that leaves before there is one. So it ends alike on all of them.
+
+    Each rank makes as many requests, however many ranks there are, and rank 0 reads and invites all others in one each
+    where the store can. The verdict, which all of them read, is packed, since most facts are alike.
     """
     trouble = None if problem is None else f"{type(problem).__name__}: {problem}"
     mine = {"purpose": purpose, "problem": trouble, **facts}
@@ -132,15 +145,18 @@ def _preside(
     before = store.read("meeting")
     answers = {0: mine}
     invited: set[str] = set()
+    seats = _Seats(store)
 
     def complete() -> bool:
-        for place in range(1, size):
-            seat = {} if place in answers else _read(store, f"seat/{place}")
+        tickets = []
+        for place, seat in seats.read([place for place in range(1, size) if place not in answers]):
             if seat.get("meeting") == meeting:
                 answers[place] = seat["facts"]
             elif "ticket" in seat and seat["ticket"] not in invited:
-                store.set(f"invitation/{seat['ticket']}", json.dumps({"meeting": meeting}))
-                invited.add(seat["ticket"])
+                tickets.append(seat["ticket"])
+        if tickets:
+            store.set_all({f"invitation/{ticket}": json.dumps({"meeting": meeting}) for ticket in tickets})
+            invited.update(tickets)
         if len(answers) < size:
             patience.wait_for(place for place in range(size) if place not in answers)
         return len(answers) == size
@@ -155,6 +171,27 @@ def _preside(
     return _verdict(store, meeting, missing, [answers.get(place, {}) for place in range(size)])
 
 
+class _Seats:
+    """The seats of the others as rank 0 reads them: in two requests, once each has been taken before."""
+
+    def __init__(self, store: LimitedStore) -> None:
+        self._store = store
+        self._taken: set[int] = set()
+        self._next_scan_s = 0.0
+
+    def read(self, places: Sequence[int]) -> list[tuple[int, Facts]]:
+        """Return what stands at those of `places` that are known to be taken."""
+        free = [place for place in places if place not in self._taken]
+        if free and self._store.check([_seat(place) for place in free]):
+            self._taken.update(free)
+        elif free and (begun_s := time.monotonic()) >= self._next_scan_s:
+            self._taken.update(place for place in free if self._store.check([_seat(place)]))
+            self._next_scan_s = time.monotonic() + _SCAN_PAUSE * (time.monotonic() - begun_s)
+        taken = [place for place in places if place in self._taken]
+        texts = self._store.get_all([_seat(place) for place in taken])
+        return [(place, _facts_in(_seat(place), text)) for place, text in zip(taken, texts, strict=True)]
+
+
 def _attend(
     store: LimitedStore,
     size: int,
@@ -166,32 +203,36 @@ def _attend(
 ) -> tuple[list[Facts], list[int]]:
     """Every other rank's part: return the answers of all, or the places of those that are missing."""
     ticket = secrets.token_hex(8)
-    store.set(f"seat/{me}", json.dumps({"ticket": ticket}))
+    store.set(_seat(me), json.dumps({"ticket": ticket}))
 
     def invited() -> Facts:
         patience.wait_for([0])  # for whom else, rank 0 says
         return _read(store, f"invitation/{ticket}")
 
-    invitation = poll(invited, deadline, interrupt)
+    invitation = poll(invited, deadline, interrupt, size)
     if not invitation:
         return [], [0]
     store.delete_key(f"invitation/{ticket}")
     meeting = invitation["meeting"]
-    store.set(f"seat/{me}", json.dumps({"meeting": meeting, "facts": mine}))
+    store.set(_seat(me), json.dumps({"meeting": meeting, "facts": mine}))
     with _fails_when_left(store, me, meeting):
-        verdict = poll(lambda: _read(store, f"verdict/{meeting}"), deadline, interrupt)
+        verdict = poll(lambda: _read(store, f"verdict/{meeting}"), deadline, interrupt, size)
     if verdict:
         return _outcome(verdict)
-    absent = [place for place in range(1, size) if _read(store, f"seat/{place}").get("meeting") != meeting]
-    return _verdict(store, meeting, absent or [0])
+    # Rank 0 is gone. One of the others looks for all, or the store would be asked as the square of their number.
+    if store.compare_set(f"inquiry/{meeting}", "", str(me)) != str(me).encode():
+        verdict = poll(lambda: _read(store, f"verdict/{meeting}"), deadline + _VERDICT_MARGIN_S, interrupt, size)
+        return _outcome(verdict) if verdict else _verdict(store, meeting, [0])
+    came = {place for place, seat in _Seats(store).read(range(1, size)) if seat.get("meeting") == meeting}
+    return _verdict(store, meeting, [place for place in range(1, size) if place not in came] or [0])
 
 
 def _verdict(
     store: LimitedStore, meeting: str, missing: list[int], answers: Sequence[Facts] = ()
 ) -> tuple[list[Facts], list[int]]:
     """Write the verdict of a meeting unless there is one; return the answers and the missing ranks that it has."""
-    mine = json.dumps({"missing": missing, "answers": answers})
-    return _outcome(_parsed(store.compare_set(f"verdict/{meeting}", "", mine), "verdict"))
+    mine = _packed({"missing": missing, "answers": answers})
+    return _outcome(_facts_in(f"verdict/{meeting}", store.compare_set(f"verdict/{meeting}", "", mine)))
 
 
 def _outcome(verdict: Facts) -> tuple[list[Facts], list[int]]:
@@ -215,23 +256,36 @@ def _fails_when_left(store: LimitedStore, me: int, meeting: str) -> Iterator[Non
         raise
 
 
-def poll(look: Callable[[], Any], deadline: float, interrupt: Callable[[], None] = lambda: None) -> Any:
+def poll(look: Callable[[], Any], deadline: float, interrupt: Callable[[], None] = lambda: None, ranks: int = 1) -> Any:
     """Call `look` until it returns something true or `deadline` (time.monotonic) is over; return what it said last.
 
-    Polling instead of `store.wait`, because a blocked store client also blocks the threads that share it.
+    Polling instead of `store.wait`, because a blocked store client also blocks the threads that share it. ranks: how
+    many of them do so at the same time. A look is late by a quarter of the wait at most, but for the first pause.
     """
-    pause_s = 0.001
-    while not (seen := look()) and time.monotonic() < deadline:
-        interrupt()
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, 0.1)
+    first_pause_s = max(_FIRST_PAUSE_S, ranks / _FIRST_LOOKS_PER_S)
+    longest_pause_s = max(_LONGEST_PAUSE_S, ranks / _LOOKS_PER_S)
+    begun_s = asked_s = time.monotonic()
+    while not (seen := look()) and (now_s := time.monotonic()) < deadline:
+        if now_s - asked_s >= longest_pause_s:
+            interrupt()
+            asked_s = now_s
+        time.sleep(min(max(first_pause_s, (now_s - begun_s) / 4), longest_pause_s))
     return seen
 
 
+def _seat(place: int) -> str:
+    return f"seat/{place}"
+
+
 def _read(store: LimitedStore, key: str) -> Facts:
-    """Return what stands under a key: a seat, an invitation or a verdict; {} where there is nothing."""
+    """Return what stands under a key, {} where there is nothing."""
     text = store.read(key)
-    facts = {} if text is None else _parsed(text, key)
+    return {} if text is None else _facts_in(key, text)
+
+
+def _facts_in(key: str, text: str | bytes) -> Facts:
+    """Return a seat, an invitation or a verdict. Raises MismatchError for anything else."""
+    facts = _parsed(_unpacked(text, key) if key.startswith("verdict") else text, key)
     answer = facts.get("facts", {"purpose": None, "problem": None})
     whole = {"meeting", "facts"} <= facts.keys() or "ticket" in facts or not key.startswith("seat")
     whole = whole and ("meeting" in facts or not key.startswith("invitation"))
@@ -239,6 +293,22 @@ def _read(store: LimitedStore, key: str) -> Facts:
     if facts and not (whole and named and isinstance(answer, dict) and {"purpose", "problem"} <= answer.keys()):
         raise _foreign(key)
     return facts
+
+
+def _packed(verdict: Facts) -> str:
+    """Return a verdict in few bytes: the facts of most ranks are alike, and every rank reads those of all."""
+    return base64.b85encode(zlib.compress(json.dumps(verdict).encode())).decode()
+
+
+def _unpacked(text: str | bytes, key: str) -> bytes:
+    try:
+        unpacking = zlib.decompressobj()
+        unpacked = unpacking.decompress(base64.b85decode(text), _MOST_VERDICT_NBYTES)
+    except (ValueError, zlib.error):
+        raise _foreign(key) from None
+    if not unpacking.eof:
+        raise _foreign(key)
+    return unpacked
 
 
 def _parsed(text: str | bytes, key: str) -> Facts:

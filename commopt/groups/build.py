@@ -24,6 +24,7 @@ from commopt.groups.membership import (
     checking,
     failures_among,
     heartbeat_interval_s,
+    paced_interval_s,
 )
 from commopt.groups.shape import with_levels
 from commopt.groups.sites import SITE_VARIABLE, read_site
@@ -170,10 +171,10 @@ def _build(
         "host": host,
         "site": site,
         "told": told,
-        "token": secrets.token_hex(4),
         "timeout of the process group": timeout_s,
     }
     ranks, me = dist.get_process_group_ranks(parent), parent.rank()
+    own["token"] = secrets.token_hex(4) if me == 0 else None  # all ranks would read that of all
     store = limited_store(f"commopt/{parent.group_name}", timeout_s)
     raise_failures = failures_among(ranks)
     answers = exchange_facts(store, ranks, me, "commopt group setup", facts | own, timeout_s, raise_failures, problem)
@@ -194,8 +195,8 @@ def _build(
         for group in [group for group, known in c10d._world.pg_names.items() if known.startswith(f"{name}/")]:
             dist.destroy_process_group(group)
         raise
-    own_store = store.under(name, timeout_s)
-    return Membership(name, ref(parent), ref(_world()), cluster, team, timeout_s, own_store, heartbeat_s=heartbeat_s)
+    own_store, beat_s = store.under(name, timeout_s), paced_interval_s(heartbeat_s, len(ranks))
+    return Membership(name, ref(parent), ref(_world()), cluster, team, timeout_s, own_store, heartbeat_s=beat_s)
 
 
 def require_timeout(timeout_s: float) -> float:
@@ -254,8 +255,9 @@ def _blocks(world_size: int, ranks_per_node: int) -> Cluster:
 
 def _build_team(parent: dist.ProcessGroup, cluster: Cluster, name: str, timeout_s: float) -> Team:
     """Create the groups in a fixed order, from the world inwards. Levels of the same ranks share a group."""
-    global_ranks = [dist.get_process_group_ranks(parent)[position] for position in cluster.order]
-    node_of = [cluster.node_of(position) for position in cluster.order]
+    ranks_of_parent = dist.get_process_group_ranks(parent)
+    global_ranks = [ranks_of_parent[position] for position in cluster.order]
+    node_of = [node for node, positions in enumerate(cluster.nodes) for _ in positions]
     sites = [[site[node] for node in node_of] for site in cluster.site_levels]
     backends = _backends(parent)
     groups: dict[_Ranks, dist.ProcessGroup | None] = {}

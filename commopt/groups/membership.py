@@ -52,6 +52,8 @@ HEARTBEAT_VARIABLE = "COMMOPT_HEARTBEAT"
 _HEARTBEAT_S = 5.0  # named within six of them: 30 s
 _SHORTEST_BEAT_S = 0.05
 _LONGEST_BEAT_S = 600.0
+# Of all ranks together; each makes three an interval. So the default interval holds up to 8,333 ranks.
+_BEAT_REQUESTS_PER_S = 5000.0
 
 
 def checking() -> bool:
@@ -72,6 +74,11 @@ def heartbeat_interval_s() -> float:
             f"seconds; unset it for {_HEARTBEAT_S:g} seconds, or set for example {HEARTBEAT_VARIABLE}=5"
         )
     return seconds
+
+
+def paced_interval_s(seconds: float, ranks: int) -> float:
+    """Return the seconds between two beats in a world of `ranks`: more than asked for where that is too much."""
+    return max(seconds, 3 * ranks / _BEAT_REQUESTS_PER_S) if seconds else 0.0
 
 
 @dataclass(eq=False)

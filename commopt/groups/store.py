@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime  # another class than the built-in one before Python 3.11
 from queue import SimpleQueue
@@ -73,6 +73,22 @@ class LimitedStore:
         """Return whether all keys are there."""
         return bool(self._call("check", [self._prefix + key for key in keys]))
 
+    def get_all(self, keys: Sequence[str]) -> list[bytes]:
+        """Return values that are all there, as `get` does: in one request, if the store can."""
+        if not (keys and self._connection.extended):
+            return [self.get(key) for key in keys]
+        values = self._call("multi_get", [self._prefix + key for key in keys])
+        return [self._unsealed(key, value) for key, value in zip(keys, values, strict=True)]
+
+    def set_all(self, values: Mapping[str, str]) -> None:
+        """Write values, in one request if the store can."""
+        if not self._connection.extended:
+            for key, value in values.items():
+                self.set(key, value)
+            return
+        sealed = [self._sealed(key, value) for key, value in values.items()]
+        self._call("multi_set", [self._prefix + key for key in values], sealed)
+
     def add(self, key: str, amount: int) -> int:
         """Add to a number, which begins at 0; return the sum."""
         return int(self._call("add", self._prefix + key, amount))
@@ -89,6 +105,12 @@ class LimitedStore:
     def read(self, key: str) -> str | None:
         """Return a value, None while there is none."""
         return self.get(key).decode() if self.check([key]) else None
+
+    def read_all(self, keys: Sequence[str]) -> list[str | None]:
+        """Return values, None for each that is not there; in two requests, if all are and the store can."""
+        if keys and self.check([*keys]):
+            return [value.decode() for value in self.get_all(keys)]
+        return [self.read(key) for key in keys]
 
     def close(self) -> None:
         """End the connection, for all prefixes; whoever asks from now on gets a TransportError."""
@@ -123,7 +145,12 @@ class _StoreConnection:
         _all.add(self)
         clone = getattr(store, "clone", None)  # older torch has none
         # Not `store` itself: that would keep the server alive after its process group.
-        self._client: dist.Store = store if clone is None else self._ask(clone, limit_s)
+        try:
+            self._client: dist.Store = store if clone is None else self._ask(clone, limit_s)
+        except TransportError as error:
+            raise TransportError(f"{error}; or it may open no more files: two for each rank (ulimit -n)") from error
+        # FileStore has no multi_get and multi_set.
+        self.extended = bool(getattr(self._client, "has_extended_api", lambda: False)())
 
     def call(self, method: str, arguments: tuple[Any, ...], limit_s: float) -> Any:
         """Call a method of the client."""

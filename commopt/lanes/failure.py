@@ -87,7 +87,7 @@ def _find_out(membership: Membership, operation: str, error: TransportError, bro
         report = _await_report(store, now + _REPORT_WAIT_S + (0 if line == 1 else _VERDICT_WAIT_S))
         if report is not None:
             return report
-        lines = [store.read(f"alive/{line}") for line in range(1, store.add("alive", 0) + 1)]
+        lines = store.read_all([f"alive/{line}" for line in range(1, store.add("alive", 0) + 1)])
         at = {int(rank): str(what) for rank, what in (json.loads(line) for line in lines if line is not None)}
         silent = [rank for rank in sorted(membership.ranks) if rank not in at]
         calls = {rank: call for rank in silent if (call := membership.unmet_call(rank)) is not None}
