@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`commopt chaos`: every fault with every strategy, a table of verdicts, and a picture of each run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+from commopt.chaos.faults import FAULTS, Fault, read_faults
+from commopt.chaos.judge import Reference, RunRecord, Verdict, judge
+from commopt.chaos.picture import draw
+from commopt.chaos.rank import Order
+from commopt.chaos.stage import Stage
+from commopt.cluster import ClusterUnavailableError
+from commopt.command_line import number, refuse, whole
+from commopt.display import show_table
+from commopt.errors import ConfigurationError
+from commopt.run.script import Choice, Script
+
+SCRIPT = Path(__file__).with_name("train.py")
+STRATEGIES = ("hierarchical", "hierarchical_quantized:bits=4", "onebit_local:period=4")
+REFERENCES = 2  # to see whether the script does the same in every run
+_EPILOG = f"""faults: {"; ".join(f"{fault.name}: {fault.about}" for fault in FAULTS.values())}.
+
+Each strategy is first trained {REFERENCES} times without a fault, which shows what is right. A fault strikes in the middle
+of the backward of step --at. Then a rank must end with the right model, or with an error that names the fault.
+
+exit status: 0 all runs are right or named; 1 some are not; 2 bad input."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be run. settings: "option=value" of attach."""
+
+    script: Path
+    arguments: tuple[str, ...]
+    strategies: tuple[str, ...]
+    faults: tuple[Fault, ...]
+    settings: tuple[str, ...]
+    nodes: int = 2
+    ranks_per_node: int = 2
+    rate: str = "200mbit"
+    victim: int | None = None
+    at: int = 10
+    timeout_s: float = 15.0
+    limit_s: float = 20.0
+    jobs: int = 2
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.nodes * self.ranks_per_node
+
+    def orders(self, folder: Path) -> list[Order]:
+        """Return the runs: of each strategy those without a fault, then those with one."""
+        victim = self.world_size - 1 if self.victim is None else self.victim
+        settings = (*self.settings, f"timeout={self.timeout_s:g}")
+        runs = [""] * REFERENCES + [fault.name for fault in self.faults]
+        return [
+            Order(
+                str(folder / folder_name(strategy) / (fault or f"reference{turn}")),
+                *(str(self.script), self.arguments, strategy, settings, fault, victim, self.at),
+            )
+            for strategy in self.strategies
+            for turn, fault in enumerate(runs)
+        ]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A run with a fault, and its verdict."""
+
+    order: Order
+    run: RunRecord
+    verdict: Verdict
+
+    def row(self) -> dict[str, Any]:
+        """Return it as results have it."""
+        seconds = {**asdict(self.verdict), "seconds": round(self.verdict.seconds, 1)}
+        return {"strategy": self.order.strategy, "fault": self.order.fault, **seconds}
+
+
+def folder_name(strategy: str) -> str:
+    """Return a strategy as the name of a folder."""
+    return re.sub(r"[^\w=.-]+", "_", strategy)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.description = "Let faults strike a training run on emulated nodes, and judge how each run ends (needs root)."
+    parser.epilog = _EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--script", type=Path, default=SCRIPT, metavar="FILE", help="what is trained (default: a small network)")
+    add("--faults", default=",".join(FAULTS), metavar="NAME[,NAME...]", help="default: all of them")
+    presets = "presets with options, each after --strategy or several (default: one of each kind)"
+    add("--strategy", dest="strategies", action="extend", nargs="+", default=[], metavar="NAME", help=presets)
+    option = "another option of commopt.attach, as for commopt run; may be repeated"
+    add("--option", dest="settings", action="append", default=[], metavar="OPTION=VALUE", help=option)
+    add("--nodes", type=whole(2, 16), default=2, help="number of nodes (default 2)")
+    add("--ranks-per-node", type=whole(1, 16), default=2, help="ranks on every node (default 2)")
+    add("--rate", default="200mbit", help="rate of every node's link (default 200mbit)")
+    add("--victim", type=whole(0), metavar="RANK", help="the rank that a fault strikes (default: the last)")
+    add("--at", type=whole(2), default=10, metavar="STEP", help="when it strikes (default 10)")
+    add("--timeout", type=number(0, 3600), default=15, help="of the strategy's collectives, in seconds (default 15)")
+    limit = "seconds in which every rank has to notice a fault (default: 5 more than --timeout)"
+    add("--limit", type=number(0, 7200), help=limit)
+    add("--jobs", type=whole(1, 16), default=2, help="runs at the same time, each on nodes of its own (default 2)")
+    out = "keep journals, logs and pictures of all runs there (default: of failures only, among temporary files)"
+    add("--out", type=Path, metavar="FOLDER", help=out)
+    add("--json", action="store_true", help="print the table as JSON")
+    add("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="arguments of the script, after --")
+
+
+def plan_of(options: argparse.Namespace) -> Plan:
+    """Return the plan of a command line. Raises ConfigurationError for what cannot be run."""
+    plan = Plan(
+        options.script.absolute(),
+        tuple(options.arguments[1:] if options.arguments[:1] == ["--"] else options.arguments),
+        tuple(dict.fromkeys(options.strategies or STRATEGIES)),
+        read_faults(options.faults),
+        tuple(options.settings),
+        options.nodes,
+        options.ranks_per_node,
+        options.rate,
+        options.victim,
+        options.at,
+        options.timeout,
+        options.timeout + 5 if options.limit is None else options.limit,
+        options.jobs,
+    )
+    if plan.script == SCRIPT and not any(each.startswith("--timeout") for each in plan.arguments):
+        plan = replace(plan, arguments=(*plan.arguments, "--timeout", f"{plan.timeout_s:g}"))
+    if plan.victim is not None and plan.victim >= plan.world_size:
+        raise ConfigurationError(f"--victim {plan.victim} is none of {plan.world_size} ranks; pass 0 to the last of them")
+    if plan.limit_s <= plan.timeout_s:
+        raise ConfigurationError(
+            f"--limit {plan.limit_s:g} is not more than --timeout {plan.timeout_s:g}, after which a rank notices at the "
+            f"latest; pass a longer one"
+        )
+    Script(str(plan.script)).require_there()
+    for setting in plan.settings:
+        if setting.startswith("timeout="):
+            raise ConfigurationError(f"--option {setting} is what --timeout says; pass that")
+    for strategy in plan.strategies:
+        Choice.read(strategy, plan.settings)
+    return plan
+
+
+def perform(plan: Plan, folder: Path, heard: Callable[[Judged], object] = lambda judged: None) -> list[Judged]:
+    """Run a plan, several runs at a time, and return the verdicts in its order.
+
+    heard: is told each verdict as soon as it is known. Raises ClusterUnavailableError, and ValueError for a bad rate.
+    """
+    orders = plan.orders(folder)
+    stages: Queue[Stage] = Queue()
+    with ExitStack() as opened, ThreadPoolExecutor(plan.jobs) as pool:
+        make = partial(Stage, plan.nodes, plan.ranks_per_node, plan.rate, plan.limit_s)
+        for stage in [make() for _ in range(min(plan.jobs, len(orders)))]:
+            stages.put(opened.enter_context(stage))
+
+        def run(order: Order) -> RunRecord:
+            stage = stages.get()
+            try:
+                return stage.run(order)
+            finally:
+                stages.put(stage)
+
+        waiting = [(order, pool.submit(run, order)) for order in orders]
+        try:
+            return list(_judged(plan, [(order, future.result) for order, future in waiting], heard))
+        finally:
+            for _, future in waiting:
+                future.cancel()
+
+
+def _judged(
+    plan: Plan, runs: Sequence[tuple[Order, Callable[[], RunRecord]]], heard: Callable[[Judged], object]
+) -> Iterator[Judged]:
+    references: list[RunRecord] = []
+    for order, wait in runs:
+        run = wait()
+        if not order.fault:
+            references = [*(each for each in references if each.strategy == order.strategy), run]
+            continue
+        judged = Judged(order, run, judge(run, Reference(references), plan.limit_s, plan.timeout_s))
+        title = f"{order.fault}, {order.strategy}: {judged.verdict.outcome}"
+        draw(Path(order.folder), plan.world_size, title, Path(order.folder, "picture.svg"))
+        heard(judged)
+        yield judged
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run all, print the table; return the exit status."""
+    folder: Path | None = options.out
+    try:
+        plan = plan_of(options)
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            if any(folder.iterdir()):
+                raise ConfigurationError(f"--out {folder} is not empty; pass a new folder")
+        else:
+            folder = Path(tempfile.mkdtemp(prefix="commopt-chaos-"))
+        found = perform(plan, folder.absolute(), _say)
+    except OSError as error:
+        return refuse("commopt chaos", f"--out {folder} cannot be written: {error.strerror}; pass another folder")
+    except (ClusterUnavailableError, ValueError) as error:
+        return refuse("commopt chaos", error)
+    if options.json:
+        print(json.dumps([judged.row() for judged in found], indent=1))
+    else:
+        show(found)
+    failed = [judged for judged in found if not judged.verdict.ok]
+    if options.out is None and not failed:
+        with suppress(OSError):
+            shutil.rmtree(folder)
+    else:
+        print(f"journals, logs and pictures: {folder}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _say(judged: Judged) -> None:
+    verdict = judged.verdict
+    mark = "" if verdict.ok else "FAILED: "
+    line = f"{judged.order.strategy}, {judged.order.fault}: {mark}{verdict.outcome} after {verdict.seconds:.1f} s"
+    print(line, file=sys.stderr, flush=True)
+
+
+def show(found: Sequence[Judged]) -> None:
+    """Print the table."""
+    rows = [["strategy", "fault", "verdict", "because", "seconds"]]
+    for judged in found:
+        verdict = judged.verdict
+        outcome = verdict.outcome if verdict.ok else f"FAILED: {verdict.outcome}"
+        rows.append(
+            [judged.order.strategy, judged.order.fault, outcome, verdict.said, f"{verdict.seconds:.1f}"]
+        )
+    good = sum(judged.verdict.ok for judged in found)
+    title = f"{good} of {len(found)} runs end right, or with an error that names the fault on every rank"
+    show_table(title, rows, 4, "seconds: from the fault until the last rank has ended, or has raised", sys.stdout)
