@@ -7,15 +7,17 @@ import argparse
 import json
 import re
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from queue import Queue
+from types import FrameType
 from typing import Any
 
 from commopt.chaos.faults import FAULTS, Fault, read_faults
@@ -24,20 +26,22 @@ from commopt.chaos.picture import draw
 from commopt.chaos.rank import Order
 from commopt.chaos.stage import Stage
 from commopt.cluster import ClusterUnavailableError
-from commopt.command_line import number, refuse, whole
+from commopt.command_line import BAD_INPUT, number, refuse, whole
 from commopt.display import show_table
+from commopt.document import reason_of
 from commopt.errors import ConfigurationError
 from commopt.run.script import Choice, Script
 
 SCRIPT = Path(__file__).with_name("train.py")
 STRATEGIES = ("hierarchical", "hierarchical_quantized:bits=4", "onebit_local:period=4")
 REFERENCES = 2  # to see whether the script does the same in every run
-_EPILOG = f"""faults: {"; ".join(f"{fault.name}: {fault.about}" for fault in FAULTS.values())}.
+_EPILOG = f"""faults:
+{"".join(f"  {fault.name:10} {fault.about}{chr(10)}" for fault in FAULTS.values())}
+Each strategy is first trained {REFERENCES} times without a fault, which shows what is
+right. A fault strikes in the middle of the backward of step --at. Then each rank
+that is left must end with the right model, or with an error that names the fault.
 
-Each strategy is first trained {REFERENCES} times without a fault, which shows what is right. A fault strikes in the middle
-of the backward of step --at. Then a rank must end with the right model, or with an error that names the fault.
-
-exit status: 0 all runs are right or named; 1 some are not; 2 bad input."""
+exit status: 0 all runs end so; 1 some do not; {BAD_INPUT} bad input."""
 
 
 @dataclass(frozen=True)
@@ -144,10 +148,12 @@ def plan_of(options: argparse.Namespace) -> Plan:
     if plan.script == SCRIPT and not any(each.startswith("--timeout") for each in plan.arguments):
         plan = replace(plan, arguments=(*plan.arguments, "--timeout", f"{plan.timeout_s:g}"))
     if plan.victim is not None and plan.victim >= plan.world_size:
-        raise ConfigurationError(f"--victim {plan.victim} is none of {plan.world_size} ranks; pass 0 to the last of them")
+        raise ConfigurationError(
+            f"--victim {plan.victim} is none of {plan.world_size} ranks; pass 0 to the last of them"
+        )
     if plan.limit_s <= plan.timeout_s:
         raise ConfigurationError(
-            f"--limit {plan.limit_s:g} is not more than --timeout {plan.timeout_s:g}, after which a rank notices at the "
+            f"--limit {plan.limit_s:g} is not more than --timeout {plan.timeout_s:g}, after which ranks notice at the "
             f"latest; pass a longer one"
         )
     Script(str(plan.script)).require_there()
@@ -168,8 +174,9 @@ def perform(plan: Plan, folder: Path, heard: Callable[[Judged], object] = lambda
     stages: Queue[Stage] = Queue()
     with ExitStack() as opened, ThreadPoolExecutor(plan.jobs) as pool:
         make = partial(Stage, plan.nodes, plan.ranks_per_node, plan.rate, plan.limit_s)
-        for stage in [make() for _ in range(min(plan.jobs, len(orders)))]:
-            stages.put(opened.enter_context(stage))
+        opened_stages = [opened.enter_context(make()) for _ in range(min(plan.jobs, len(orders)))]
+        for stage in opened_stages:
+            stages.put(stage)
 
         def run(order: Order) -> RunRecord:
             stage = stages.get()
@@ -181,21 +188,27 @@ def perform(plan: Plan, folder: Path, heard: Callable[[Judged], object] = lambda
         waiting = [(order, pool.submit(run, order)) for order in orders]
         try:
             return list(_judged(plan, [(order, future.result) for order, future in waiting], heard))
-        finally:
+        except BaseException:
             for _, future in waiting:
                 future.cancel()
+            for stage in opened_stages:
+                stage.stop()
+            raise
 
 
 def _judged(
     plan: Plan, runs: Sequence[tuple[Order, Callable[[], RunRecord]]], heard: Callable[[Judged], object]
 ) -> Iterator[Judged]:
     references: list[RunRecord] = []
+    tuned = {strategy: bool(Choice.read(strategy, plan.settings).aggregator.tunes) for strategy in plan.strategies}
     for order, wait in runs:
         run = wait()
         if not order.fault:
             references = [*(each for each in references if each.strategy == order.strategy), run]
             continue
-        judged = Judged(order, run, judge(run, Reference(references), plan.limit_s, plan.timeout_s))
+        judged = Judged(
+            order, run, judge(run, Reference(references, tuned[order.strategy]), plan.limit_s, plan.timeout_s)
+        )
         title = f"{order.fault}, {order.strategy}: {judged.verdict.outcome}"
         draw(Path(order.folder), plan.world_size, title, Path(order.folder, "picture.svg"))
         heard(judged)
@@ -204,31 +217,46 @@ def _judged(
 
 def run(options: argparse.Namespace) -> int:
     """Run all, print the table; return the exit status."""
-    folder: Path | None = options.out
+    for signal_number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signal_number, _stop)
     try:
         plan = plan_of(options)
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            if any(folder.iterdir()):
-                raise ConfigurationError(f"--out {folder} is not empty; pass a new folder")
-        else:
-            folder = Path(tempfile.mkdtemp(prefix="commopt-chaos-"))
-        found = perform(plan, folder.absolute(), _say)
-    except OSError as error:
-        return refuse("commopt chaos", f"--out {folder} cannot be written: {error.strerror}; pass another folder")
+        if options.out is not None:
+            _make(options.out)
+    except ConfigurationError as error:
+        return refuse("commopt chaos", error)
+    folder = Path(tempfile.mkdtemp(prefix="commopt-chaos-")) if options.out is None else options.out.absolute()
+    failed: list[Judged] = []
+    try:
+        found = perform(plan, folder, _say)
+        failed = [judged for judged in found if not judged.verdict.ok]
     except (ClusterUnavailableError, ValueError) as error:
         return refuse("commopt chaos", error)
+    finally:
+        if options.out is None and not failed:
+            shutil.rmtree(folder, ignore_errors=True)
     if options.json:
         print(json.dumps([judged.row() for judged in found], indent=1))
     else:
         show(found)
-    failed = [judged for judged in found if not judged.verdict.ok]
-    if options.out is None and not failed:
-        with suppress(OSError):
-            shutil.rmtree(folder)
-    else:
+    if folder.exists():
         print(f"journals, logs and pictures: {folder}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def _make(folder: Path) -> None:
+    """Make a folder. Raises ConfigurationError where that cannot be, or where something is in it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        empty = not any(folder.iterdir())
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"--out {folder} cannot be made: {reason_of(error)}; pass another folder") from None
+    if not empty:
+        raise ConfigurationError(f"--out {folder} is not empty; pass a new folder")
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
 
 
 def _say(judged: Judged) -> None:
@@ -244,9 +272,7 @@ def show(found: Sequence[Judged]) -> None:
     for judged in found:
         verdict = judged.verdict
         outcome = verdict.outcome if verdict.ok else f"FAILED: {verdict.outcome}"
-        rows.append(
-            [judged.order.strategy, judged.order.fault, outcome, verdict.said, f"{verdict.seconds:.1f}"]
-        )
+        rows.append([judged.order.strategy, judged.order.fault, outcome, verdict.said, f"{verdict.seconds:.1f}"])
     good = sum(judged.verdict.ok for judged in found)
     title = f"{good} of {len(found)} runs end right, or with an error that names the fault on every rank"
     show_table(title, rows, 4, "seconds: from the fault until the last rank has ended, or has raised", sys.stdout)

@@ -9,7 +9,7 @@ from commopt.errors import ConfigurationError, did_you_mean
 
 STOP_S = 4.0
 FLAP_S = 0.6
-SLOW_RATE, SLOW_DELAY = "10mbit", "10ms"
+SLOW_RATE = "5mbit"
 CLOCK_JUMP_S = 3600.0
 
 
@@ -21,6 +21,7 @@ class Fault:
     moments: how often it strikes, every fifth step.
     fatal: whether training cannot go on, so that all ranks that are left have to name it.
     lasts_s: for how long messages do not get through; a shorter timeout may end the run.
+    of_link: whether it strikes the link of a node.
     cause: what the error of the rank it strikes has to say, as a regular expression; "" where that rank says nothing.
     """
 
@@ -30,6 +31,7 @@ class Fault:
     fatal: bool = False
     lasts_s: float = 0.0
     cause: str = ""
+    of_link: bool = False
 
 
 FAULTS = {
@@ -37,9 +39,15 @@ FAULTS = {
     for fault in (
         Fault("kill", "the process of one rank is killed", fatal=True),
         Fault("stop", f"one rank is stopped for {STOP_S:g} s, and goes on", lasts_s=STOP_S),
-        Fault("partition", "one node is cut off from all others, for good", fatal=True),
-        Fault("slow", f"the link of one node falls to {SLOW_RATE}, with {SLOW_DELAY} more on the way"),
-        Fault("flap", f"the link of one node is down for {FLAP_S:g} s, three times", moments=3, lasts_s=FLAP_S),
+        Fault("partition", "one node is cut off from all others, for good", fatal=True, of_link=True),
+        Fault("slow", f"the link of one node falls to {SLOW_RATE}", of_link=True),
+        Fault(
+            "flap",
+            f"the link of one node is down for {FLAP_S:g} s, three times",
+            moments=3,
+            lasts_s=FLAP_S,
+            of_link=True,
+        ),
         Fault("nan", "the gradients of one rank are NaN"),
         Fault("oom", "an allocation on one rank fails", fatal=True, cause=r"memory"),
         Fault("diskfull", "the disk of one rank is full when it saves", fatal=True, cause=r"No space left"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ _SHOWN = 160
 
 @dataclass(frozen=True)
 class Step:
-    """A step of a rank. finite: whether its gradients were. residual: the norm after it; text where it is not finite."""
+    """A step of a rank. finite: whether its gradients were. residual: the norm after it, as text where not finite."""
 
     number: int
     finite: bool
@@ -86,9 +86,10 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Reference:
-    """Runs without a fault, of one strategy: what is right."""
+    """Runs without a fault, of one strategy: what is right. tuned: the strategy follows times, which faults change."""
 
     runs: Sequence[RunRecord]
+    tuned: bool = False
     problem: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -97,13 +98,13 @@ class Reference:
         if failed:
             run, rank = failed[0]
             why = run.ranks[rank].error or "it was stuck, or died"
-            problem = f"without any fault rank {rank} did not end well: {_short(why)}"
+            problem = f"without any fault rank {rank} did not end well: {gist(why)}"
         object.__setattr__(self, "problem", problem)
 
     @property
     def reproducible(self) -> bool:
         """Whether all of them end with the same bits."""
-        return len({tuple(each.digest for each in run.ranks) for run in self.runs}) == 1
+        return not self.tuned and len({tuple(each.digest for each in run.ranks) for run in self.runs}) == 1
 
     def differs(self, run: RunRecord, rank: int) -> str:
         """Return why the model of a rank is not right, "" where it is."""
@@ -111,7 +112,9 @@ class Reference:
         if self.reproducible:
             right = self.runs[0].ranks[rank].digest
             return "" if mine == right else f"rank {rank} ends with other parameters ({mine}, right is {right})"
-        alike = [other for other, each in enumerate(self.runs[0].ranks) if each.digest == self.runs[0].ranks[rank].digest]
+        alike = [
+            other for other, each in enumerate(self.runs[0].ranks) if each.digest == self.runs[0].ranks[rank].digest
+        ]
         for other in alike:
             if run.ranks[other].digest not in (mine, None):
                 return f"ranks {rank} and {other} end with different parameters"
@@ -155,7 +158,7 @@ def judge(run: RunRecord, reference: Reference, limit_s: float, timeout_s: float
     if not told:
         what = "same bits" if reference.reproducible else "same loss, replicas alike"
         return verdict("right", "NaN on every rank, residuals unchanged" if run.fault == "nan" else what)
-    said = Counter(map(_short, told)).most_common(1)[0][0]
+    said = Counter(gist(each, _guilty(run, left[0], fault)) for each in told).most_common(1)[0][0]
     if fault.fatal or run.fault in ("nan", "slow") or fault.lasts_s >= timeout_s:
         return verdict("named error", said)
     return verdict("named error", f"training could have gone on: {said}", ok=False)
@@ -168,9 +171,9 @@ def _stuck(run: RunRecord, rank: int, from_s: float, limit_s: float) -> str:
         last = mine.steps[-1].number if mine.steps else 0
         return f"rank {rank} was stuck after step {last} until it was killed"
     if mine.status is None:
-        return f"the process of rank {rank} did not end after {_short(mine.error) or 'its script'}"
+        return f"the process of rank {rank} did not end after {gist(mine.error) or 'its script'}"
     if mine.error and mine.noticed_s is not None and mine.noticed_s - from_s > limit_s:
-        return f"rank {rank} noticed only after {mine.noticed_s - from_s:.1f} s: {_short(mine.error)}"
+        return f"rank {rank} noticed only after {mine.noticed_s - from_s:.1f} s: {gist(mine.error)}"
     return ""
 
 
@@ -182,18 +185,23 @@ def _unnamed(run: RunRecord, rank: int, fault: Fault) -> str:
     if not mine.error:
         return "" if mine.status == 0 else f"rank {rank} ended with status {mine.status} after its script"
     if rank == run.victim and fault.cause:
-        return "" if re.search(fault.cause, mine.error) else f"rank {rank} does not say why: {_short(mine.error)}"
+        return "" if re.search(fault.cause, mine.error) else f"rank {rank} does not say why: {gist(mine.error)}"
     if mine.named is None:
-        return f"rank {rank} raised no error of commopt: {_short(mine.error)}"
-    others = set(range(len(run.ranks))) - set(run.cut)
-    guilty = {run.victim} if fault.name in ("kill", "oom", "diskfull", "stop", "nan") else set(run.cut)
-    if rank in run.cut and fault.name in ("partition", "slow", "flap"):
-        guilty |= others
-        if "store" in mine.named:
-            return ""
+        return f"rank {rank} raised no error of commopt: {gist(mine.error)}"
+    guilty = _guilty(run, rank, fault)
+    if rank in run.cut and fault.of_link and "store" in mine.named:
+        return ""
     if named_ranks(mine.named) & guilty:
         return ""
-    return f"rank {rank} names none of {sorted(guilty)}: {_short(mine.named)}"
+    return f"rank {rank} names none of {sorted(guilty)}: {gist(mine.named)}"
+
+
+def _guilty(run: RunRecord, rank: int, fault: Fault) -> set[int]:
+    """Return the ranks of which a rank may say that they are at fault: of a link it is those at the other end."""
+    if not fault.of_link:
+        return {run.victim}
+    cut = set(run.cut)
+    return set(range(len(run.ranks))) - cut if rank in cut else cut
 
 
 def named_ranks(text: str) -> set[int]:
@@ -209,6 +217,8 @@ def _nan_went_wrong(run: RunRecord, rank: int) -> str:
         return f"the NaN of rank {run.victim} never reached rank {rank}"
     before: Step | None = None
     for step in steps:
+        if step.residual is None:  # the script has closed its groups
+            continue
         if isinstance(step.residual, str):
             return f"the residuals of rank {rank} are {step.residual} after step {step.number}"
         if not step.finite and before is not None and step.residual != before.residual:
@@ -227,12 +237,11 @@ def _last_loss(record: RankRecord) -> float:
     return sum(losses) / len(losses) if losses else float("nan")
 
 
-def _short(text: str) -> str:
-    """Return the gist of a message: its first sentence that is no traceback's line."""
-    line = next((line for line in text.splitlines() if line.strip()), "")
-    last = [line for line in text.splitlines() if line and not line[0].isspace()]
-    if line.endswith(("exception", "failed in")) or "Traceback" in text:
-        causes = [each for each in last[1:] if re.match(r"[\w.]+(Error|Exception|Interrupt)?: ", each)]
-        line = f"{line}: {causes[-1]}" if causes else line
-    line = line.split("\n")[0]
-    return line if len(line) <= _SHOWN else f"{line[: _SHOWN - 3]}..."
+def gist(text: str, guilty: Collection[int] = ()) -> str:
+    """Return the gist of a message: the first clause that names a guilty rank, and the last cause of a traceback."""
+    clauses = [each.strip() for each in re.split(r":\s|;\s|\n", text) if each.strip()]
+    found = next((each for each in clauses if named_ranks(each) & set(guilty)), text.partition("\n")[0])
+    causes = re.findall(r"^([\w.]+(?:Error|Exception|Interrupt): .+)", text, re.M)
+    if "Traceback" in text and causes:
+        found = f"{found}: {causes[-1]}"
+    return found if len(found) <= _SHOWN else f"{found[: _SHOWN - 3]}..."

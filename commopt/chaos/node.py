@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts the ranks of one node for one run after the other: `node.py NODE_RANK RANKS_PER_NODE ADDRESS`.
 
-Orders come as JSON lines on stdin; process ids and exit statuses go to stdout. Ranks are forked from this process, which
-has loaded torch and commopt, so that a run begins at once. Ranks that fail leave the others alone. Node 0 has the store,
-in a process of its own, until the line "end": as torchrun's agent has, which outlives its ranks.
+Orders come as JSON lines on stdin; process ids and exit statuses go to stdout. Ranks are forked from this process,
+which has loaded torch and commopt, so that a run begins at once. Ranks that fail leave the others alone. Node 0 has the
+store, in a process of its own, until the line "end": as torchrun's agent has, which outlives its ranks.
 """
 
 from __future__ import annotations

@@ -3,17 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 
 from commopt.chaos.journal import Event, events_of
 
 # Okabe and Ito's colours, which the colour-blind can tell apart.
-COLOURS = {"training": "#009E73", "waiting": "#E69F00", "stands still": "#999999"}
+COLOURS = {"training": "#009E73", "waiting": "#E69F00", "stands still": "#999999", "leaves": "#D9D9D9"}
 _FAULT, _ERROR = "#D55E00", "#000000"
 _SILENT_S = 0.6  # without a sample, which comes ten times a second
-_LEFT, _RIGHT, _TOP, _ROW, _BOTTOM, _WIDTH = 70, 20, 62, 30, 58, 830
+_LEFT, _RIGHT, _TOP, _ROW, _BOTTOM, _WIDTH = 70, 60, 62, 30, 58, 830
 _TICKS = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)
 
 Span = tuple[float, float, str]
@@ -22,10 +22,11 @@ Span = tuple[float, float, str]
 
 def spans(events: Sequence[Event], until_s: float) -> list[Span]:
     """Return what a rank did, from its journal. until_s: when its process was gone."""
+    left = next((event["t"] for event in events if event["event"] == "end"), until_s)
     samples = [(event["t"], event["doing"]) for event in events if event["event"] == "sample"]
     found: list[Span] = []
     for (begin, doing), (end, _) in zip(samples, [*samples[1:], (until_s, "")], strict=True):
-        what = doing if end - begin < _SILENT_S else "stands still"
+        what = "leaves" if begin >= left else doing if end - begin < _SILENT_S else "stands still"
         if found and found[-1][2] == what:
             found[-1] = (found[-1][0], end, what)
         else:
@@ -50,7 +51,7 @@ def picture(run: Sequence[Event], ranks: Sequence[Sequence[Event]], title: str) 
     zero = faults[0]["t"] if faults else begin
 
     def x(t: float) -> float:
-        return round(_LEFT + (min(max(t, begin), end) - begin) * scale, 1)
+        return float(round(_LEFT + (min(max(t, begin), end) - begin) * scale, 1))
 
     height = _TOP + _ROW * len(ranks) + _BOTTOM
     parts = [_text(_LEFT, 22, title, size=15, weight="bold"), *_legend()]
@@ -75,9 +76,8 @@ def picture(run: Sequence[Event], ranks: Sequence[Sequence[Event]], title: str) 
     return "\n".join([head, f'<rect width="{_WIDTH}" height="{height}" fill="#fff"/>', *parts, "</svg>", ""])
 
 
-def _end(events: Sequence[Event], gone: Event | None, x: object, y: int) -> list[str]:
+def _end(events: Sequence[Event], gone: Event | None, x: Callable[[float], float], y: int) -> list[str]:
     """Return the marks of what ended a rank: its error, the end of its process."""
-    assert callable(x)
     found = []
     for event in events:
         if event["event"] == "end" and event.get("error"):
@@ -89,23 +89,21 @@ def _end(events: Sequence[Event], gone: Event | None, x: object, y: int) -> list
             found.append(
                 f'<path d="M{place - 6} {y + 4}l12 12m0 -12l-12 12" stroke="{_FAULT}" stroke-width="3" fill="none"/>'
             )
-        side = "end" if place > _WIDTH - 80 else "start"
-        found.append(_text(place + (-8 if side == "end" else 10), y + 15, word, anchor=side, weight="bold"))
+        found.append(_text(place + 10, y + 15, word, weight="bold"))
     return found
 
 
 def _legend() -> list[str]:
-    parts, place = [], _LEFT + 380
+    parts, place = [], _LEFT + 340
     for what, colour in COLOURS.items():
         parts += [_bar(place, 12, 14, colour, 12), _text(place + 19, 22, what)]
-        place += 40 + 8 * len(what)
+        place += 34 + 7 * len(what)
     parts += [f'<path d="M{place} 12v12" stroke="{_ERROR}" stroke-width="3"/>', _text(place + 8, 22, "error")]
     return parts
 
 
-def _axis(zero: float, begin: float, end: float, x: object, y: int) -> list[str]:
-    assert callable(x)
-    step = next((each for each in _TICKS if (end - begin) / each <= 12), 60.0)
+def _axis(zero: float, begin: float, end: float, x: Callable[[float], float], y: int) -> list[str]:
+    step = next((each for each in _TICKS if (end - begin) / each <= 10), 60.0)
     parts, tick = [], -int((zero - begin) / step) * step
     while zero + tick <= end:
         place = x(zero + tick)
@@ -119,7 +117,13 @@ def _bar(x: float, y: float, width: float, colour: str, height: int = 20) -> str
 
 
 def _text(
-    x: float, y: float, text: str, anchor: str = "start", size: int = 12, weight: str = "normal", colour: str = "#222222"
+    x: float,
+    y: float,
+    text: str,
+    anchor: str = "start",
+    size: int = 12,
+    weight: str = "normal",
+    colour: str = "#222222",
 ) -> str:
     return (
         f'<text x="{x}" y="{y}" text-anchor="{anchor}" font-size="{size}" font-weight="{weight}" fill="{colour}">'

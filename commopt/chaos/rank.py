@@ -24,7 +24,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from commopt.chaos.faults import CLOCK_JUMP_S, FAULTS
 from commopt.chaos.journal import Journal
-from commopt.lanes import activity, failure_of
+from commopt.lanes import failure_of
+from commopt.lanes.registry import lanes
 from commopt.run.models import Models, watching
 from commopt.run.script import Choice, Script
 
@@ -112,7 +113,7 @@ class Observer(Models):
     @contextmanager
     def watching_losses(self) -> Iterator[None]:
         """Note the losses of which `backward` is called."""
-        backward = Tensor.backward
+        backward: Any = Tensor.backward
 
         @wraps(backward)
         def watched(loss: Tensor, *arguments: Any, **options: Any) -> Any:
@@ -120,7 +121,7 @@ class Observer(Models):
                 self._loss = float(loss.detach())
             return backward(loss, *arguments, **options)
 
-        Tensor.backward = watched  # type: ignore[method-assign]
+        Tensor.backward = watched  # type: ignore[method-assign, assignment]
         try:
             yield
         finally:
@@ -228,7 +229,7 @@ def _sample(journal: Journal) -> None:
     """Note what this process does, ten times a second; a gap means that it does not run."""
     before: list[Any] = []
     while True:
-        places = [place for lane in activity.lanes() if (place := lane.under_way()) is not None]
+        places = [place for lane in lanes() if (place := lane.under_way()) is not None]
         waits = any(place in before for place in places)
         journal.write("sample", doing="waiting" if waits else "training")
         before = places

@@ -17,7 +17,7 @@ from itertools import accumulate, count
 from pathlib import Path
 from types import TracebackType
 
-from commopt.chaos.faults import FLAP_S, SLOW_DELAY, SLOW_RATE, STOP_S
+from commopt.chaos.faults import FLAP_S, SLOW_RATE, STOP_S
 from commopt.chaos.journal import Event, Journal, Reader
 from commopt.chaos.judge import RankRecord, RunRecord
 from commopt.chaos.rank import Order
@@ -43,6 +43,7 @@ class Stage:
         self._agents: list[subprocess.Popen[str]] = []
         self._said: queue.Queue[Event] = queue.Queue()
         self._ports = count(_PORT)
+        self._stopped = False
         ends = list(accumulate(self._cluster.ranks_per_node))
         self.nodes = [next(node for node, end in enumerate(ends) if rank < end) for rank in range(ends[-1])]
 
@@ -102,7 +103,7 @@ class Stage:
         self._order(json.dumps({**order.told(), "port": next(self._ports)}), self._agents)
         performance = _Performance(order, self._cluster, self.nodes, self._limit_s)
         try:
-            while performance.going_on():
+            while performance.going_on() and not self._stopped:
                 self._hear(performance)
         finally:
             performance.kill_all()
@@ -111,7 +112,13 @@ class Stage:
             performance.clear_up()
             self._order("end", self._agents[:1])
             self._await("ended", 1, _STARTS_WITHIN_S)
+        if performance.problem is not None:
+            raise performance.problem
         return performance.record()
+
+    def stop(self) -> None:
+        """End the run under way; it comes out as stuck."""
+        self._stopped = True
 
     def _hear(self, performance: _Performance) -> None:
         with suppress(queue.Empty):
@@ -136,6 +143,8 @@ class _Performance:
         self._progress_s = self._begun_s = time.monotonic()
         self._deeds: list[threading.Thread] = []
         self._killed = False
+        self._number = 0
+        self.problem: Exception | None = None  # of the fault itself, which did not come about
         self._journal.write("begin", fault=order.fault, strategy=order.strategy, victim=order.victim)
 
     @property
@@ -166,7 +175,7 @@ class _Performance:
                 if event["event"] == "strike":
                     self._strike(event["number"])
         within_s = self._limit_s + _GRACE_S if self._steps_begun else _BEGINS_WITHIN_S
-        return self.left and time.monotonic() - self._progress_s < within_s
+        return self.left and self.problem is None and time.monotonic() - self._progress_s < within_s
 
     def kill_all(self) -> None:
         """Kill what is left; such ranks count as stuck."""
@@ -200,10 +209,13 @@ class _Performance:
         outside: Callable[[], None] | None = getattr(self, f"_{self.order.fault}", None)
 
         def deed() -> None:
-            if outside is not None:
+            if outside is None:
+                self._journal.write("fault", what=f"{self.order.fault} on rank {self.order.victim}")
+                return
+            try:
                 outside()
-            else:
-                self._journal.write("fault", what=self.order.fault)
+            except (ClusterUnavailableError, RuntimeError, OSError) as error:
+                self.problem = error
 
         self._number = number
         self._deeds.append(threading.Thread(target=deed))
@@ -244,5 +256,5 @@ class _Performance:
 
     def _slow(self) -> None:
         node = self._nodes[self.order.victim]
-        self._cluster.reshape(node, SLOW_RATE, SLOW_DELAY)
+        self._cluster.reshape(node, SLOW_RATE)
         self._struck(f"link of node {node} at {SLOW_RATE}")
