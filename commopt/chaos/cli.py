@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from queue import Queue
@@ -21,9 +21,9 @@ from types import FrameType
 from typing import Any
 
 from commopt.chaos.faults import FAULTS, Fault, read_faults
-from commopt.chaos.judge import Reference, RunRecord, Verdict, judge
+from commopt.chaos.judge import Reference, RunRecord, RunVerdict, judge
 from commopt.chaos.picture import draw
-from commopt.chaos.rank import Order
+from commopt.chaos.rank import RunOrder
 from commopt.chaos.stage import Stage
 from commopt.cluster import ClusterUnavailableError
 from commopt.command_line import BAD_INPUT, number, refuse, whole
@@ -45,7 +45,7 @@ exit status: 0 all runs end so; 1 some do not; {BAD_INPUT} bad input."""
 
 
 @dataclass(frozen=True)
-class Plan:
+class Campaign:
     """What is to be run. settings: "option=value" of attach."""
 
     script: Path
@@ -67,13 +67,13 @@ class Plan:
         """Number of ranks."""
         return self.nodes * self.ranks_per_node
 
-    def orders(self, folder: Path) -> list[Order]:
+    def orders(self, folder: Path) -> list[RunOrder]:
         """Return the runs: of each strategy those without a fault, then those with one."""
         victim = self.world_size - 1 if self.victim is None else self.victim
         settings = (*self.settings, f"timeout={self.timeout_s:g}")
         runs = [""] * REFERENCES + [fault.name for fault in self.faults]
         return [
-            Order(
+            RunOrder(
                 str(folder / folder_name(strategy) / (fault or f"reference{turn}")),
                 *(str(self.script), self.arguments, strategy, settings, fault, victim, self.at),
             )
@@ -86,9 +86,9 @@ class Plan:
 class Judged:
     """A run with a fault, and its verdict."""
 
-    order: Order
+    order: RunOrder
     run: RunRecord
-    verdict: Verdict
+    verdict: RunVerdict
 
     def row(self) -> dict[str, Any]:
         """Return it as results have it."""
@@ -128,9 +128,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="arguments of the script, after --")
 
 
-def plan_of(options: argparse.Namespace) -> Plan:
-    """Return the plan of a command line. Raises ConfigurationError for what cannot be run."""
-    plan = Plan(
+def campaign_of(options: argparse.Namespace) -> Campaign:
+    """Return the campaign of a command line. Raises ConfigurationError for what cannot be run."""
+    campaign = Campaign(
         options.script.absolute(),
         tuple(options.arguments[1:] if options.arguments[:1] == ["--"] else options.arguments),
         tuple(dict.fromkeys(options.strategies or STRATEGIES)),
@@ -145,40 +145,38 @@ def plan_of(options: argparse.Namespace) -> Plan:
         options.timeout + 5 if options.limit is None else options.limit,
         options.jobs,
     )
-    if plan.script == SCRIPT and not any(each.startswith("--timeout") for each in plan.arguments):
-        plan = replace(plan, arguments=(*plan.arguments, "--timeout", f"{plan.timeout_s:g}"))
-    if plan.victim is not None and plan.victim >= plan.world_size:
+    if campaign.victim is not None and campaign.victim >= campaign.world_size:
         raise ConfigurationError(
-            f"--victim {plan.victim} is none of {plan.world_size} ranks; pass 0 to the last of them"
+            f"--victim {campaign.victim} is none of {campaign.world_size} ranks; pass 0 to the last of them"
         )
-    if plan.limit_s <= plan.timeout_s:
+    if campaign.limit_s <= campaign.timeout_s:
         raise ConfigurationError(
-            f"--limit {plan.limit_s:g} is not more than --timeout {plan.timeout_s:g}, after which ranks notice at the "
+            f"--limit {campaign.limit_s:g} is not more than --timeout {campaign.timeout_s:g}, after which ranks notice at the "
             f"latest; pass a longer one"
         )
-    Script(str(plan.script)).require_there()
-    for setting in plan.settings:
+    Script(str(campaign.script)).require_there()
+    for setting in campaign.settings:
         if setting.startswith("timeout="):
             raise ConfigurationError(f"--option {setting} is what --timeout says; pass that")
-    for strategy in plan.strategies:
-        Choice.read(strategy, plan.settings)
-    return plan
+    for strategy in campaign.strategies:
+        Choice.read(strategy, campaign.settings)
+    return campaign
 
 
-def perform(plan: Plan, folder: Path, heard: Callable[[Judged], object] = lambda judged: None) -> list[Judged]:
-    """Run a plan, several runs at a time, and return the verdicts in its order.
+def perform(campaign: Campaign, folder: Path, heard: Callable[[Judged], object] = lambda judged: None) -> list[Judged]:
+    """Run a campaign, several runs at a time, and return the verdicts in its order.
 
     heard: is told each verdict as soon as it is known. Raises ClusterUnavailableError, and ValueError for a bad rate.
     """
-    orders = plan.orders(folder)
+    orders = campaign.orders(folder)
     stages: Queue[Stage] = Queue()
-    with ExitStack() as opened, ThreadPoolExecutor(plan.jobs) as pool:
-        make = partial(Stage, plan.nodes, plan.ranks_per_node, plan.rate, plan.limit_s)
-        opened_stages = [opened.enter_context(make()) for _ in range(min(plan.jobs, len(orders)))]
+    with ExitStack() as opened, ThreadPoolExecutor(campaign.jobs) as pool:
+        make = partial(Stage, campaign.nodes, campaign.ranks_per_node, campaign.rate, campaign.limit_s)
+        opened_stages = [opened.enter_context(make()) for _ in range(min(campaign.jobs, len(orders)))]
         for stage in opened_stages:
             stages.put(stage)
 
-        def run(order: Order) -> RunRecord:
+        def run(order: RunOrder) -> RunRecord:
             stage = stages.get()
             try:
                 return stage.run(order)
@@ -187,7 +185,7 @@ def perform(plan: Plan, folder: Path, heard: Callable[[Judged], object] = lambda
 
         waiting = [(order, pool.submit(run, order)) for order in orders]
         try:
-            return list(_judged(plan, [(order, future.result) for order, future in waiting], heard))
+            return list(_judged(campaign, [(order, future.result) for order, future in waiting], heard))
         except BaseException:
             for _, future in waiting:
                 future.cancel()
@@ -197,20 +195,22 @@ def perform(plan: Plan, folder: Path, heard: Callable[[Judged], object] = lambda
 
 
 def _judged(
-    plan: Plan, runs: Sequence[tuple[Order, Callable[[], RunRecord]]], heard: Callable[[Judged], object]
+    campaign: Campaign, runs: Sequence[tuple[RunOrder, Callable[[], RunRecord]]], heard: Callable[[Judged], object]
 ) -> Iterator[Judged]:
     references: list[RunRecord] = []
-    tuned = {strategy: bool(Choice.read(strategy, plan.settings).aggregator.tunes) for strategy in plan.strategies}
+    tuned = {
+        strategy: bool(Choice.read(strategy, campaign.settings).aggregator.tunes) for strategy in campaign.strategies
+    }
     for order, wait in runs:
         run = wait()
         if not order.fault:
             references = [*(each for each in references if each.strategy == order.strategy), run]
             continue
         judged = Judged(
-            order, run, judge(run, Reference(references, tuned[order.strategy]), plan.limit_s, plan.timeout_s)
+            order, run, judge(run, Reference(references, tuned[order.strategy]), campaign.limit_s, campaign.timeout_s)
         )
         title = f"{order.fault}, {order.strategy}: {judged.verdict.outcome}"
-        draw(Path(order.folder), plan.world_size, title, Path(order.folder, "picture.svg"))
+        draw(Path(order.folder), campaign.world_size, title, Path(order.folder, "picture.svg"))
         heard(judged)
         yield judged
 
@@ -220,7 +220,7 @@ def run(options: argparse.Namespace) -> int:
     for signal_number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(signal_number, _stop)
     try:
-        plan = plan_of(options)
+        campaign = campaign_of(options)
         if options.out is not None:
             _make(options.out)
     except ConfigurationError as error:
@@ -228,7 +228,7 @@ def run(options: argparse.Namespace) -> int:
     folder = Path(tempfile.mkdtemp(prefix="commopt-chaos-")) if options.out is None else options.out.absolute()
     failed: list[Judged] = []
     try:
-        found = perform(plan, folder, _say)
+        found = perform(campaign, folder, _say)
         failed = [judged for judged in found if not judged.verdict.ok]
     except (ClusterUnavailableError, ValueError) as error:
         return refuse("commopt chaos", error)

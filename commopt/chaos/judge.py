@@ -20,11 +20,16 @@ _SHOWN = 160
 
 
 @dataclass(frozen=True)
-class Step:
-    """A step of a rank. finite: whether its gradients were. residual: the norm after it, as text where not finite."""
+class StepRecord:
+    """A step of a rank.
+
+    finite: whether all gradients were. any_finite: whether any was.
+    residual: the norm after it, as text where it is not finite.
+    """
 
     number: int
     finite: bool
+    any_finite: bool
     residual: float | str | None
     loss: float | None = None
 
@@ -46,13 +51,13 @@ class RankRecord:
     error: str = ""
     named: str | None = None
     digest: str | None = None
-    steps: tuple[Step, ...] = ()
+    steps: tuple[StepRecord, ...] = ()
 
     @classmethod
     def of(cls, status: int | None, exited_s: float, events: Sequence[dict[str, Any]]) -> RankRecord:
         """Return the record of a journal."""
         steps = tuple(
-            Step(event["step"], event["finite"], event["residual"], event["loss"])
+            StepRecord(event["step"], event["finite"], event["any_finite"], event["residual"], event["loss"])
             for event in events
             if event["event"] == "step"
         )
@@ -75,7 +80,7 @@ class RunRecord:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RunVerdict:
     """How a run ended. seconds: from the fault to the last rank that ended or noticed. said: in words, why."""
 
     outcome: Outcome
@@ -126,7 +131,7 @@ class Reference:
         return f"rank {rank} ends with a loss of {loss:.4g}, and without the fault with {mean:.4g}"
 
 
-def judge(run: RunRecord, reference: Reference, limit_s: float, timeout_s: float) -> Verdict:
+def judge(run: RunRecord, reference: Reference, limit_s: float, timeout_s: float) -> RunVerdict:
     """Return how a run ended.
 
     limit_s: within which every rank has to notice a fault. timeout_s: of the strategy's collectives.
@@ -136,12 +141,16 @@ def judge(run: RunRecord, reference: Reference, limit_s: float, timeout_s: float
     left = [rank for rank in range(len(run.ranks)) if (run.fault, rank) != ("kill", run.victim)]
     seconds = max((run.ranks[rank].noticed_s or run.ranks[rank].exited_s) - from_s for rank in left)
 
-    def verdict(outcome: Outcome, said: str, ok: bool = True) -> Verdict:
-        return Verdict(outcome, ok and outcome not in FAILURES, seconds, said)
+    def verdict(outcome: Outcome, said: str, ok: bool = True) -> RunVerdict:
+        return RunVerdict(outcome, ok and outcome not in FAILURES, seconds, said)
 
     if reference.problem:
         return verdict("unnamed error", reference.problem)
-    if run.struck_s is None and all(each.digest for each in run.ranks):
+    failed = next((rank for rank, each in enumerate(run.ranks) if each.digest is None), None)
+    if run.struck_s is None and failed is not None:
+        why = gist(run.ranks[failed].error or "it was stuck, or died")
+        return verdict("unnamed error", f"before the fault rank {failed} did not end well: {why}")
+    if run.struck_s is None:
         return verdict("right", "the script ended before the fault; give it more steps, or an earlier --at", ok=False)
     for rank in left:
         if stuck := _stuck(run, rank, from_s, limit_s):
@@ -215,13 +224,13 @@ def _nan_went_wrong(run: RunRecord, rank: int) -> str:
     steps = run.ranks[rank].steps
     if all(step.finite for step in steps):
         return f"the NaN of rank {run.victim} never reached rank {rank}"
-    before: Step | None = None
+    before: StepRecord | None = None
     for step in steps:
         if step.residual is None:  # the script has closed its groups
             continue
         if isinstance(step.residual, str):
             return f"the residuals of rank {rank} are {step.residual} after step {step.number}"
-        if not step.finite and before is not None and step.residual != before.residual:
+        if not step.any_finite and before is not None and step.residual != before.residual:
             return (
                 f"the residuals of rank {rank} changed in step {step.number}, which was not finite: from norm "
                 f"{before.residual} to {step.residual}"

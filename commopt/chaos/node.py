@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from commopt.chaos.rank import Order, train
+from commopt.chaos.rank import RunOrder, train
 from commopt.cluster.node import set_variables
 
 
@@ -35,7 +35,7 @@ def serve(node_rank: int, ranks_per_node: list[int], address: str) -> None:
             _tell(ended=True)
             continue
         told = json.loads(line)
-        port, order = told.pop("port"), Order.heard(told)
+        port, order = told.pop("port"), RunOrder.heard(told)
         if node_rank == 0:
             store = _host_store(address, port)
         ranks: dict[int, int] = {}
@@ -55,7 +55,7 @@ def serve(node_rank: int, ranks_per_node: list[int], address: str) -> None:
                 _tell(rank=ended, status=os.waitstatus_to_exitcode(status), t=time.monotonic())
 
 
-def _become(order: Order, rank: int) -> None:
+def _become(order: RunOrder, rank: int) -> None:
     """Give a rank a file for its output, and no part in the conversation."""
     log = os.open(Path(order.folder, f"rank{rank}.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     nothing = os.open(os.devnull, os.O_RDONLY)

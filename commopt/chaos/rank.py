@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from commopt.chaos.faults import CLOCK_JUMP_S, FAULTS
-from commopt.chaos.journal import Journal
+from commopt.chaos.journal import Event, Journal
 from commopt.lanes import failure_of
 from commopt.lanes.registry import lanes
 from commopt.run.models import Models, watching
@@ -36,7 +36,7 @@ _DISK = "64k"
 
 
 @dataclass(frozen=True)
-class Order:
+class RunOrder:
     """What the ranks of one run are told.
 
     folder: where journals are written. settings: "option=value" of attach. fault: "" for none. at: the step, from 1.
@@ -57,7 +57,7 @@ class Order:
         return asdict(self)
 
     @classmethod
-    def heard(cls, told: dict[str, Any]) -> Order:
+    def heard(cls, told: dict[str, Any]) -> RunOrder:
         """Return what `told` was of."""
         return cls(**told | {"arguments": tuple(told["arguments"]), "settings": tuple(told["settings"])})
 
@@ -70,14 +70,17 @@ class Order:
 class Observer(Models):
     """Attaches the strategy, notes the steps of the first model that is trained, and lets the fault strike."""
 
-    def __init__(self, order: Order, journal: Journal, strike: Callable[[int, Tensor], Tensor | None] | None) -> None:
+    def __init__(
+        self, order: RunOrder, journal: Journal, strike: Callable[[int, Tensor], Tensor | None] | None
+    ) -> None:
         super().__init__(Choice.read(order.strategy, order.settings))
         self._journal, self._strike, self._moments = journal, strike, order.moments
+        self._fault = order.fault
         self._model: ReferenceType[nn.Module] | None = None
         self._parameters: list[Tensor] = []  # they outlive the script's model
         self._step = 0
         self._loss: float | None = None
-        self._finite = True
+        self._finite = self._any_finite = True
 
     def before_forward(self, model: nn.Module) -> None:
         """Attach, if it is time for it; note the step that is over."""
@@ -97,10 +100,12 @@ class Observer(Models):
             return
         state = self._states[0]() if self._states else None
         norm = None if state is None or not state.membership.alive else state.stats().get("residual_norm")
-        told = {"loss": self._loss if self._loss is not None and isfinite(self._loss) else None}
+        told: Event = {"loss": self._loss if self._loss is not None and isfinite(self._loss) else None}
         norm = repr(norm) if norm is not None and not isfinite(norm) else norm
-        self._journal.write("step", step=self._step, finite=self._finite, residual=norm, **told)
-        self._finite, self._loss = True, None
+        told |= {"finite": self._finite, "any_finite": self._any_finite}
+        self._journal.write("step", step=self._step, residual=norm, **told)
+        self._finite = self._any_finite = True
+        self._loss = None
 
     def digest(self) -> str:
         """Return a hash of the parameters that this rank holds."""
@@ -128,14 +133,16 @@ class Observer(Models):
             Tensor.backward = backward  # type: ignore[method-assign]
 
     def _look_at_gradients(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for group in optimizer.param_groups:
-            for each in group["params"]:
-                if each.grad is not None:
-                    local = each.grad.to_local() if isinstance(each.grad, DTensor) else each.grad
-                    self._finite = self._finite and bool(local.isfinite().all())
+        gradients = [each.grad for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
+        local = [each.to_local() if isinstance(each, DTensor) else each for each in gradients]
+        finite = [bool(each.isfinite().all()) for each in local if each.numel()]
+        self._finite, self._any_finite = all(finite), any(finite)
 
     def _arm(self, model: nn.Module, strike: Callable[[Tensor], Tensor | None]) -> None:
-        """Let `strike` have the gradient of the layer in the middle: those behind it have theirs already by then."""
+        """Let `strike` have the gradient of the layer in the middle: those behind it have theirs already by then.
+
+        A NaN comes from the last layer, so that all gradients are NaN, and all residuals have to stay what they are.
+        """
         layers = [each for each in model.modules() if not list(each.children()) and list(each.parameters())]
 
         def catch(layer: nn.Module, inputs: Any, output: Any) -> None:
@@ -143,7 +150,8 @@ class Observer(Models):
             first = output if isinstance(output, Tensor) else next(each for each in output if isinstance(each, Tensor))
             first.register_hook(strike)
 
-        handle = layers[len(layers) // 2].register_forward_hook(catch)
+        place = -1 if self._fault == "nan" else len(layers) // 2
+        handle = layers[place].register_forward_hook(catch)
 
 
 # ------------------------------------------------------------------------------------------- faults
@@ -152,7 +160,7 @@ class Observer(Models):
 class Striker:
     """Does what a fault does inside a rank, or waits until it was done from outside."""
 
-    def __init__(self, order: Order, journal: Journal, flights: Path) -> None:
+    def __init__(self, order: RunOrder, journal: Journal, flights: Path) -> None:
         self._fault, self._folder, self._journal, self._flights = order.fault, Path(order.folder), journal, flights
 
     def __call__(self, number: int, gradient: Tensor) -> Tensor | None:
@@ -196,7 +204,7 @@ _TIME, _TIME_NS = time.time, time.time_ns
 # --------------------------------------------------------------------------------------- the process
 
 
-def train(order: Order, rank: int) -> None:
+def train(order: RunOrder, rank: int) -> None:
     """Run the script in this process; what ends it goes into the journal and passes through."""
     folder = Path(order.folder)
     flights = folder / f"flights{rank}"

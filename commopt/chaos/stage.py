@@ -20,14 +20,14 @@ from types import TracebackType
 from commopt.chaos.faults import FLAP_S, SLOW_RATE, STOP_S
 from commopt.chaos.journal import Event, Journal, Reader
 from commopt.chaos.judge import RankRecord, RunRecord
-from commopt.chaos.rank import Order
+from commopt.chaos.rank import RunOrder
 from commopt.cluster import ClusterUnavailableError, EmulatedCluster
 from commopt.cluster.network import address
 
 _PORT = 29500
 _POLL_S = 0.02
 _BEGINS_WITHIN_S = 120.0  # before the first step of a rank
-_GRACE_S = 5.0  # beyond the limit that the judge knows
+_GRACE_S = 30.0  # beyond the limit, for processes to end: a busy machine needs seconds
 _STARTS_WITHIN_S = 300.0  # loading torch on a busy machine
 
 
@@ -97,7 +97,7 @@ class Stage:
             agent.stdin.write(text + "\n")
             agent.stdin.flush()
 
-    def run(self, order: Order) -> RunRecord:
+    def run(self, order: RunOrder) -> RunRecord:
         """Run the script on all ranks until none is left, or until they are stuck and killed."""
         Path(order.folder).mkdir(parents=True, exist_ok=True)
         self._order(json.dumps({**order.told(), "port": next(self._ports)}), self._agents)
@@ -131,7 +131,7 @@ class Stage:
 class _Performance:
     """One run: what is heard of its ranks, and the fault."""
 
-    def __init__(self, order: Order, cluster: EmulatedCluster, nodes: Sequence[int], limit_s: float) -> None:
+    def __init__(self, order: RunOrder, cluster: EmulatedCluster, nodes: Sequence[int], limit_s: float) -> None:
         self.order, self._cluster, self._nodes, self._limit_s = order, cluster, nodes, limit_s
         folder = Path(order.folder)
         self._journal = Journal(folder / "events.jsonl")

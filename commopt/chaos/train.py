@@ -34,10 +34,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", choices=("ddp", "hsdp"), default="ddp")
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--timeout", type=float, default=15, help="of the process group, in seconds (default 15)")
+    parser.add_argument("--timeout", type=float, default=60, help="of the process group, in seconds (default 60)")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    # The default of half an hour would be that of FSDP's own collectives, too.
     dist.init_process_group("gloo", timeout=timedelta(seconds=options.timeout))
     rank, world_size = dist.get_rank(), dist.get_world_size()
     module = network()
