@@ -14,13 +14,13 @@ import pytest
 from commopt.__main__ import main
 from commopt.chaos.faults import FAULTS, STOP_S, read_faults
 from commopt.chaos.journal import Journal, Reader, events_of
-from commopt.chaos.judge import RankRecord, Reference, RunRecord, StepRecord, RunVerdict, gist, judge, named_ranks
+from commopt.chaos.judge import RankRecord, Reference, RunRecord, RunVerdict, NotedStep, gist, judge, named_ranks
 from commopt.chaos.picture import COLOURS, picture, spans
 from commopt.errors import ConfigurationError
 
 LIMIT_S, TIMEOUT_S = 20.0, 15.0
 VICTIM = 3
-STEPS = tuple(StepRecord(number, True, True, 0.5, 1.0) for number in range(1, 21))
+STEPS = tuple(NotedStep(number, True, True, 0.5, 1.0) for number in range(1, 21))
 WELL = RankRecord(0, 31.0, 30.0, digest="a", steps=STEPS)
 NAMED = "rank 0 lost a peer in bucket 0: no sign of life from rank 3 within 2 s\nConnection closed by peer"
 RIGHT = RunRecord("flat", "", VICTIM, (2, 3), 0.0, None, (WELL,) * 4)
@@ -133,8 +133,8 @@ def test_an_error_where_training_could_have_gone_on_is_a_failure() -> None:
     assert judge(run, REFERENCE, LIMIT_S, STOP_S / 2).ok  # the timeout is shorter
 
 
-def nan_steps(after: float | str) -> tuple[StepRecord, ...]:
-    return (*STEPS[:9], *(StepRecord(number, False, False, after) for number in range(10, 21)))
+def nan_steps(after: float | str) -> tuple[NotedStep, ...]:
+    return (*STEPS[:9], *(NotedStep(number, False, False, after) for number in range(10, 21)))
 
 
 def test_a_nan_has_to_reach_every_rank_and_to_change_no_residual() -> None:

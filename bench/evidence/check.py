@@ -30,6 +30,7 @@ MEASURES: Mapping[str, Sequence[str]] = {
     "accumulated_bias": ("commopt/compress", "commopt/kernels", "csrc/cpu", "bench/evidence/accumulated_bias.py"),
     "bandwidth": (*_AVERAGING, "commopt/bandwidth", "commopt/collectives"),
     "bucketing": (*_STEP, "bench/evidence/bucketing.py", "bench/evidence/training_run.py"),
+    "chaos": (*_STEP, "commopt/chaos", "commopt/cluster", "bench/evidence/chaos.py"),
     "compat": ("commopt",),
     "compression_error": ("commopt/compress", "commopt/kernels", "bench/evidence/compression_error.py"),
     "compressors": (*_AVERAGING, "bench/compressors"),

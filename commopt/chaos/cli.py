@@ -52,7 +52,7 @@ class Campaign:
     arguments: tuple[str, ...]
     strategies: tuple[str, ...]
     faults: tuple[Fault, ...]
-    settings: tuple[str, ...]
+    settings: tuple[str, ...] = ()
     nodes: int = 2
     ranks_per_node: int = 2
     rate: str = "200mbit"
@@ -89,6 +89,12 @@ class Judged:
     order: RunOrder
     run: RunRecord
     verdict: RunVerdict
+
+    def line(self) -> str:
+        """Return it in a few words."""
+        mark = "" if self.verdict.ok else "FAILED: "
+        how = f"{mark}{self.verdict.outcome} after {self.verdict.seconds:.1f} s"
+        return f"{self.order.strategy}, {self.order.fault}: {how}"
 
     def row(self) -> dict[str, Any]:
         """Return it as results have it."""
@@ -151,8 +157,8 @@ def campaign_of(options: argparse.Namespace) -> Campaign:
         )
     if campaign.limit_s <= campaign.timeout_s:
         raise ConfigurationError(
-            f"--limit {campaign.limit_s:g} is not more than --timeout {campaign.timeout_s:g}, after which ranks notice at the "
-            f"latest; pass a longer one"
+            f"--limit {campaign.limit_s:g} is not more than --timeout {campaign.timeout_s:g}, after which ranks notice "
+            "at the latest; pass a longer one"
         )
     Script(str(campaign.script)).require_there()
     for setting in campaign.settings:
@@ -260,10 +266,7 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 
 def _say(judged: Judged) -> None:
-    verdict = judged.verdict
-    mark = "" if verdict.ok else "FAILED: "
-    line = f"{judged.order.strategy}, {judged.order.fault}: {mark}{verdict.outcome} after {verdict.seconds:.1f} s"
-    print(line, file=sys.stderr, flush=True)
+    print(judged.line(), file=sys.stderr, flush=True)
 
 
 def show(found: Sequence[Judged]) -> None:

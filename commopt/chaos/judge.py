@@ -20,7 +20,7 @@ _SHOWN = 160
 
 
 @dataclass(frozen=True)
-class StepRecord:
+class NotedStep:
     """A step of a rank.
 
     finite: whether all gradients were. any_finite: whether any was.
@@ -51,13 +51,13 @@ class RankRecord:
     error: str = ""
     named: str | None = None
     digest: str | None = None
-    steps: tuple[StepRecord, ...] = ()
+    steps: tuple[NotedStep, ...] = ()
 
     @classmethod
     def of(cls, status: int | None, exited_s: float, events: Sequence[dict[str, Any]]) -> RankRecord:
         """Return the record of a journal."""
         steps = tuple(
-            StepRecord(event["step"], event["finite"], event["any_finite"], event["residual"], event["loss"])
+            NotedStep(event["step"], event["finite"], event["any_finite"], event["residual"], event["loss"])
             for event in events
             if event["event"] == "step"
         )
@@ -224,7 +224,7 @@ def _nan_went_wrong(run: RunRecord, rank: int) -> str:
     steps = run.ranks[rank].steps
     if all(step.finite for step in steps):
         return f"the NaN of rank {run.victim} never reached rank {rank}"
-    before: StepRecord | None = None
+    before: NotedStep | None = None
     for step in steps:
         if step.residual is None:  # the script has closed its groups
             continue
