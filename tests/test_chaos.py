@@ -14,7 +14,7 @@ import pytest
 from commopt.__main__ import main
 from commopt.chaos.faults import FAULTS, STOP_S, read_faults
 from commopt.chaos.journal import Journal, Reader, events_of
-from commopt.chaos.judge import RankRecord, Reference, RunRecord, RunVerdict, NotedStep, gist, judge, named_ranks
+from commopt.chaos.judge import NotedStep, RankRecord, Reference, RunRecord, RunVerdict, gist, judge, named_ranks
 from commopt.chaos.picture import COLOURS, picture, spans
 from commopt.errors import ConfigurationError
 

@@ -115,8 +115,8 @@ def markdown(header: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) ->
     good = sum(record["ok"] for record in records)
     parts = [
         table(["job", "strategy", *faults], rows),
-        f"{good} of {len(records)} runs ended right, or with an error on every rank that names the fault (*e*). Seconds: "
-        f"from the fault until the last rank ended or raised; {header['cpu_count']} processors for all ranks.",
+        f"{good} of {len(records)} runs ended right, or with an error on every rank that names the fault (*e*). "
+        f"Seconds: from the fault until the last rank ended or raised; {header['cpu_count']} processors for all ranks.",
     ]
     shown = [
         (each["fault"], each["said"]) for each in records if each["strategy"] == _NOTED and each["job"][:3] == "DDP"
