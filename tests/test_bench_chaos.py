@@ -31,6 +31,18 @@ def test_the_table_shows_every_run_and_lists_failures(tmp_path: Path) -> None:
     assert lines[-1] == "| DDP, 2 x 2 | hierarchical_quantized:bits=4 | nan | wrong model | residuals changed |"
 
 
+def test_runs_that_are_made_again_take_the_places_of_the_earlier_ones() -> None:
+    before = [{"job": "DDP", "strategy": "flat", "fault": fault, "ok": False} for fault in ("kill", "stop", "nan")]
+    again = [{**before[1], "ok": True}, {**before[0], "fault": "oom"}]
+    found = chaos.continued(before, again)
+    assert [(each["fault"], each["ok"]) for each in found] == [
+        ("kill", False),
+        ("stop", True),
+        ("nan", False),
+        ("oom", False),
+    ]
+
+
 def note(step: int, rank: int = 0, **changed: Any) -> dict[str, Any]:
     found = {"strategy": "flat", "rank": rank, "step": step, "memory_nbytes": 300 * 2**20, "handles": 20}
     return {**found, "threads": 11, "files": 1, "store_keys": 12, "residual_norm": 0.5, **changed}

@@ -124,6 +124,9 @@ def test_both_sides_of_a_cut_name_the_other_one() -> None:
     assert verdict(run_of("partition", near, near, far, store)).ok
     assert verdict(run_of("partition", near, near, near, far)).outcome == "unnamed error"
     assert verdict(run_of("partition", store, near, far, far)).outcome == "unnamed error"
+    of_the_store = replace(run_of("partition", far, far, store, near), cut=(0, 1), victim=0)
+    assert verdict(of_the_store).outcome == "unnamed error"  # rank 3 names its own side
+    assert verdict(replace(of_the_store, ranks=(near, near, store, store))).ok
 
 
 def test_an_error_where_training_could_have_gone_on_is_a_failure() -> None:

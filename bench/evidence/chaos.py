@@ -63,6 +63,8 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--faults", default=",".join(FAULTS), help="default: all of them")
     parser.add_argument("--jobs", type=whole(1, 16), default=3, help="runs at the same time (default 3)")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="keep journals, logs and pictures there")
+    only = "of a file that is there: run again what is called so, as in HSDP or powersgd, and keep the rest"
+    parser.add_argument("--only", metavar="TEXT", help=only)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--json", type=output_file, metavar="FILE", help="write JSON lines: environment, then each run")
     what.add_argument("--report", type=content_of(read), metavar="FILE", help="show such a file")
@@ -78,10 +80,13 @@ def measured(
     """
     records: list[dict[str, Any]] = []
     for number, job in enumerate(JOBS):
+        strategies = tuple(each for each in job.strategies if (options.only or "") in f"{job.name}, {each}")
+        if not strategies:
+            continue
         campaign = Campaign(
             SCRIPT,
             job.arguments,
-            job.strategies,
+            strategies,
             read_faults(options.faults),
             nodes=job.nodes,
             ranks_per_node=job.ranks_per_node,
@@ -96,6 +101,17 @@ def measured(
 
         perform(campaign, folder / str(number), heard)
     return records
+
+
+def continued(before: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the runs of a file with those that were made again in the places of the earlier ones."""
+    again = {_key(record): record for record in records}
+    kept = [again.pop(_key(record), record) for record in before]
+    return [*kept, *again.values()]
+
+
+def _key(record: Mapping[str, Any]) -> tuple[str, ...]:
+    return record["job"], record["strategy"], record["fault"]
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -145,10 +161,14 @@ def main() -> int:
     end_when_told()
     command = shlex.join(["python", "-m", PROGRAM, *sys.argv[1:]])
     header = {"kind": "chaos", **machine(), "command": command}
+    before: list[dict[str, Any]] = []
+    if options.only and options.json and options.json.exists():
+        earlier, before = read(options.json)
+        header |= {"revision": f"{earlier['revision']} and {header['revision']}", "command": earlier["command"]}
 
     def keep(records: list[dict[str, Any]]) -> None:
         if options.json:
-            write_results(options.json, header, "run", records)
+            write_results(options.json, header, "run", continued(before, records))
 
     with tempfile.TemporaryDirectory(prefix="commopt-chaos-") as temporary:
         try:
@@ -156,7 +176,7 @@ def main() -> int:
         except (ClusterUnavailableError, ValueError) as error:
             print(f"{PROGRAM}: {error}", file=sys.stderr)
             return _UNUSABLE
-    print(markdown(header, records))
+    print(markdown(header, continued(before, records)))
     return 0 if all(record["ok"] for record in records) else 1
 
 

@@ -198,7 +198,8 @@ def _unnamed(run: RunRecord, rank: int, fault: Fault) -> str:
     if mine.named is None:
         return f"rank {rank} raised no error of commopt: {gist(mine.error)}"
     guilty = _guilty(run, rank, fault)
-    if rank in run.cut and fault.of_link and "store" in mine.named:
+    has_lost_the_store = (rank in run.cut) != (0 in run.cut)  # it is on rank 0's node
+    if has_lost_the_store and fault.of_link and "store" in mine.named:
         return ""
     if named_ranks(mine.named) & guilty:
         return ""
