@@ -164,7 +164,8 @@ def main() -> int:
     before: list[dict[str, Any]] = []
     if options.only and options.json and options.json.exists():
         earlier, before = read(options.json)
-        header |= {"revision": f"{earlier['revision']} and {header['revision']}", "command": earlier["command"]}
+        revisions = dict.fromkeys([*str(earlier["revision"]).split(" and "), str(header["revision"])])
+        header |= {"revision": " and ".join(revisions), "command": earlier["command"]}
 
     def keep(records: list[dict[str, Any]]) -> None:
         if options.json:
