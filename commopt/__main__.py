@@ -16,6 +16,7 @@ from commopt.version import __version__, revision
 
 COMMANDS = {
     "bandwidth": "time collectives, as nccl-tests does",
+    "chaos": "let faults strike a training run, and judge how it ends",
     "cluster": "run a script on emulated nodes on this machine",
     "doctor": "find the causes of slow communication, and measure every link",
     "probe": "measure the cost of messages and compression",

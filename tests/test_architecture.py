@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 # From the top down; a package may import the ones after it (and itself), never the ones before.
 LAYERS = (
     "commopt.__main__",
+    "commopt.chaos",
     "commopt.doctor",
     "commopt.bandwidth",
     "commopt.simulate",
@@ -50,7 +51,8 @@ LAYERS = (
 )
 FRONT_DOORS = {"commopt", "topology"}  # for users; inside, each module is imported by its own name
 COMMANDS = {
-    f"commopt.{name}" for name in ("doctor", "probe", "simulate", "run", "bandwidth", "cluster", "server_commands")
+    f"commopt.{name}"
+    for name in ("chaos", "doctor", "probe", "simulate", "run", "bandwidth", "cluster", "server_commands")
 }
 
 

@@ -108,6 +108,7 @@ WORK = {
     "worker": ("commopt.run.script.Script", "run"),
     "simulate": ("commopt.simulate.scaling.Scaling", "weak"),
     "bandwidth": ("commopt.bandwidth.cli", "measure"),
+    "chaos": ("commopt.cluster.network.EmulatedNetwork", "build"),
     "cluster": ("commopt.cluster.network.EmulatedNetwork", "build"),
 }
 OPTIONS_OF = (

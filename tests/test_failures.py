@@ -304,6 +304,25 @@ def test_a_killed_process(victim: int, aggregator: Aggregator) -> None:
             assert seconds < 2 * WITHIN_S, f"rank {rank} took {seconds:.1f} s"
 
 
+def lose_a_pair(rank: int, world_size: int) -> str:
+    comm = Communicator()
+    comm.broadcast(torch.ones(10))
+
+    def closed(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Application timeout caused pair closure")  # gloo's words, where another operation timed out
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "broadcast", closed)
+        message, _ = told(lambda: comm.broadcast(torch.ones(10)))
+    return message
+
+
+def test_a_pair_that_gloo_closes_is_a_lost_peer_and_no_mistake_of_this_rank() -> None:
+    for message in run(lose_a_pair, 2, fresh=True):
+        assert "lost a peer in" in message, message
+        assert "a connection between ranks that are all alive broke" in message, message
+
+
 def lose_one_and_wait_for_another(rank: int, world_size: int, folder: str) -> str:
     comm = Communicator()
     comm.all_reduce(torch.ones(10))

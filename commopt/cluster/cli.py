@@ -134,6 +134,10 @@ class EmulatedCluster:
         """Undo `cut`."""
         self._network.connect(node_rank, up=True)
 
+    def reshape(self, node_rank: int, rate: str | None = None, delay: str = "0ms") -> None:
+        """Give a node's link another rate and delay during a run; without a rate those it had at the start."""
+        self._network.reshape(node_rank, self.link if rate is None else EmulatedLink.parse(rate, delay))
+
     def start(self, node_rank: int, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
         """Start a program on one node with options of `subprocess.Popen`. It is killed with the cluster."""
         environment = {**os.environ, **self._environment(node_rank)}

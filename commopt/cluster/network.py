@@ -296,6 +296,15 @@ class EmulatedNetwork:
         """Connect a node to the hub, or disconnect it: packets are then lost silently."""
         _ip("-n", self._hub, "link", "set", f"node{node_rank}", "up" if up else "down")
 
+    def reshape(self, node_rank: int, link: EmulatedLink) -> None:
+        """Give a node another link; what waits for the old one is lost, and sent again."""
+        ends = ((self.nodes[node_rank], INTERFACE, link.near_end()), (self._hub, f"node{node_rank}", link.far_end()))
+        for namespace, device, shaping in ends:
+            with suppress(ClusterUnavailableError):  # there is none to delete
+                _tc("-n", namespace, "qdisc", "del", "dev", device, "root")
+            for arguments in shaping:
+                _tc("-n", namespace, "qdisc", "add", "dev", device, *arguments)
+
     def kill(self) -> None:
         """Kill every process on every node, however it was started, and wait until all are gone."""
         with uninterrupted():

@@ -18,17 +18,12 @@ def start(node_rank: int, ranks_per_node: list[int], address: str, port: int, co
     """Start the ranks and wait for all. Return the exit status of the first that failed, in a shell's form."""
     import torch.distributed as dist
 
-    first, count, total = sum(ranks_per_node[:node_rank]), ranks_per_node[node_rank], str(sum(ranks_per_node))
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun sets it, like the variables below
-    os.environ.update(TORCHELASTIC_RESTART_COUNT="0", TORCHELASTIC_MAX_RESTARTS="0", TORCHELASTIC_RUN_ID="none")
-    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", MASTER_ADDR=address, MASTER_PORT=str(port))
-    os.environ.update(WORLD_SIZE=total, ROLE_WORLD_SIZE=total, ROLE_NAME="default")
-    os.environ.update(GROUP_RANK=str(node_rank), GROUP_WORLD_SIZE=str(len(ranks_per_node)), LOCAL_WORLD_SIZE=str(count))
+    first, count = sum(ranks_per_node[:node_rank]), ranks_per_node[node_rank]
     gc.freeze()  # otherwise a rank scans all loaded objects when it exits, and copies every page
     ranks: dict[int, int] = {}
     for place in range(count):
         if (pid := os.fork()) == 0:
-            os.environ.update(RANK=str(first + place), ROLE_RANK=str(first + place), LOCAL_RANK=str(place))
+            set_variables(node_rank, ranks_per_node, address, port, place)
             _run(command)
             return 0
         ranks[pid] = first + place
@@ -44,6 +39,17 @@ def start(node_rank: int, ranks_per_node: list[int], address: str, port: int, co
     while node_rank == 0 and store.add("nodes that are done", 0) < len(ranks_per_node):
         time.sleep(0.02)  # ranks of other nodes may still need the store
     return 0
+
+
+def set_variables(node_rank: int, ranks_per_node: list[int], address: str, port: int, place: int) -> None:
+    """Set torchrun's variables of the rank at `place` in its node."""
+    rank, total = str(sum(ranks_per_node[:node_rank]) + place), str(sum(ranks_per_node))
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun sets it, like the variables below
+    os.environ.update(TORCHELASTIC_RESTART_COUNT="0", TORCHELASTIC_MAX_RESTARTS="0", TORCHELASTIC_RUN_ID="none")
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", MASTER_ADDR=address, MASTER_PORT=str(port))
+    os.environ.update(WORLD_SIZE=total, ROLE_WORLD_SIZE=total, ROLE_NAME="default")
+    os.environ.update(GROUP_RANK=str(node_rank), GROUP_WORLD_SIZE=str(len(ranks_per_node)))
+    os.environ.update(LOCAL_WORLD_SIZE=str(ranks_per_node[node_rank]), LOCAL_RANK=str(place), RANK=rank, ROLE_RANK=rank)
 
 
 def _run(command: list[str]) -> None:

@@ -264,12 +264,14 @@ def _by_way_of_the_host(call: Collective, *tensors: Tensor, **how: Any) -> None:
 def _may_come_from_a_peer(error: RuntimeError) -> bool:
     """Return whether an error of a collective may come from another rank; errors of memory and kernels do not.
 
-    Gloo raises plain RuntimeErrors that name a line of its source. NCCL's errors have a class, which also covers
+    Gloo raises plain RuntimeErrors that name a line of its source, but for the operations of a pair that it closed when
+    another one had timed out. NCCL's errors have a class, which also covers
     failures of this rank's CUDA.
     """
     if isinstance(error, dist.DistError):
         return "unhandled cuda error" not in str(error)
-    return "gloo" in str(error).lower()
+    text = str(error).lower()
+    return "gloo" in text or "caused pair closure" in text
 
 
 def close_together(teams: Iterable[Team]) -> None:
