@@ -49,12 +49,14 @@ def fail(membership: Membership, operation: str, error: BaseException) -> LaneEr
         with suppress(RuntimeError, ValueError):  # the user destroys it at this very moment
             broken = membership.team.lost_ranks()  # only an open group knows
         _close(affected, error)  # first, so that the failure reaches ranks that wait for this one
-        report = _find_out(membership, operation, error, broken)
+        report = _find_out(membership, affected, operation, error, broken)
         for each in affected:
             each.publish_failure(report)
     else:
         trace = "".join(traceback.format_exception(error))
         report = f"{_me(membership)} failed in {operation}\n{trace}"
+        if isinstance(error, LaneError):  # of another rank, whose words count
+            report = _reported_in(affected) or report
         for each in affected:
             each.publish_failure(report)
         _close(affected, error)
@@ -71,20 +73,34 @@ def _close(memberships: Iterable[Membership], error: BaseException) -> None:
         close_together(membership.team for membership in memberships)
 
 
-def _find_out(membership: Membership, operation: str, error: TransportError, broken: Collection[int]) -> str:
+def _reported_in(memberships: Iterable[Membership]) -> str | None:
+    """Return what the first failing rank reported in one of the memberships, None where there is nothing."""
+    return next(filter(None, (each.failure() for each in memberships)), None)
+
+
+def _find_out(
+    membership: Membership,
+    affected: Collection[Membership],
+    operation: str,
+    error: TransportError,
+    broken: Collection[int],
+) -> str:
     """Return the author's report, or which ranks give no sign of life; of them, the connections to `broken` ended.
 
+    The author may be in another of the `affected` memberships, as under HSDP a rank of another replica group.
     Ranks write themselves down one below the other, and the first of them reads the list for all: what the store is
     asked in all grows as the number of ranks, not as its square.
     """
     me = membership.global_rank
     lost = f"rank {me} lost a peer in {operation}"
     now = time.monotonic()
-    store = membership.store.until(now + _REPORT_WAIT_S + _VERDICT_WAIT_S)
+    answered_by = now + _REPORT_WAIT_S + _VERDICT_WAIT_S
+    store = membership.store.until(answered_by)
     try:
         line = store.add("alive", 1)
         store.set(f"alive/{line}", json.dumps([me, operation]))
-        report = _await_report(store, now + _REPORT_WAIT_S + (0 if line == 1 else _VERDICT_WAIT_S))
+        deadline = now + _REPORT_WAIT_S + (0 if line == 1 else _VERDICT_WAIT_S)
+        report = _await_report([each.store.until(answered_by) for each in affected], deadline)
         if report is not None:
             return report
         lines = store.read_all([f"alive/{line}" for line in range(1, store.add("alive", 0) + 1)])
@@ -112,10 +128,12 @@ def _find_out(membership: Membership, operation: str, error: TransportError, bro
     return membership.publish_failure(f"{lost}: {verdict}\n{error}")
 
 
-def _await_report(store: LimitedStore, deadline: float) -> str | None:
+def _await_report(stores: Collection[LimitedStore], deadline: float) -> str | None:
     """Look for the author's report ever more rarely."""
     pause_s = 0.01
-    while (report := store.read(FAILURE_KEY)) is None and (left_s := deadline - time.monotonic()) > 0:
+    while (report := next(filter(None, (each.read(FAILURE_KEY) for each in stores)), None)) is None and (
+        left_s := deadline - time.monotonic()
+    ) > 0:
         time.sleep(min(pause_s, left_s))
         pause_s = min(2 * pause_s, 0.3)
     return report
@@ -182,7 +200,11 @@ def _tell(error: BaseException, found: list[CommoptError]) -> None:
         failure = failure_of(error)
         if failure is not None:
             found.append(failure)
-        if isinstance(failure, LaneError) or any(map(_is_transport, _chain(error))):
+        if isinstance(failure, LaneError):  # also to whom its author shares no group with
+            for membership in joined():
+                membership.publish_failure(str(failure))
+            return
+        if any(map(_is_transport, _chain(error))):
             return
         trace = "".join(traceback.format_exception(error))
         for membership in joined():
