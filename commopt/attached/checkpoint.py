@@ -310,6 +310,8 @@ def _checked_parts(parts: list[Any]) -> list[Mapping[str, Any]]:
     if not parts:
         raise ConfigurationError("there is no state to load, but an empty list; give the states of one rank or more")
     for part in parts:
+        if isinstance(part, Mapping) and "format" in part:
+            require_format(part["format"], FORMAT)
         if not _is_state(part) or "ranks" in part:
             refuse("a rank's part", part, f"what state_dict() returned there, in format {FORMAT}")
         field(part, "aggregator", str)
