@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -183,6 +184,7 @@ def _of_fsdp(name: str, folder: str) -> dict[str, Any]:
     choice, mesh = given.pop("choice"), None if name == "hsdp" else over_all_ranks()
     ends, found, kept = [], dict[str, Any](), list[Any]()
     writing: Any = None
+    group = dist.new_group(backend="gloo")  # FSDP gathers over the other, in this thread
     for mode in ("plain", "observed", "resumed"):
         net = Made(mesh=mesh)()
         optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
@@ -201,7 +203,7 @@ def _of_fsdp(name: str, folder: str) -> dict[str, Any]:
                 if mode == "observed" and step + 1 == TAKEN_AT:
                     model, state = get_state_dict(net, optimizer)
                     saved = {"model": model, "optimizer": state, "comm": commopt.Checkpointed(comm)}
-                    writing = dcp.async_save(saved, checkpoint_id=folder)
+                    writing = dcp.async_save(saved, checkpoint_id=folder, process_group=group)
             ends.append([each.cpu() for each in local(net)])
     found["as state_dict"] = [alike(one.result(), other) for one, other in kept]
     found["equal"] = [same(ends[0], other) for other in ends[1:]]
@@ -226,6 +228,7 @@ def test_snapshots_of_fsdp_and_async_save(tmp_path: Path, device: str, name: str
 def save_beside_training(rank: int, world_size: int, folder: str, stages: bool) -> list[str]:
     """Let torch write the checkpoint of a moment while later steps are made."""
     training, options = Training(rank, world_size, STRATEGIES["4 bits"]), dict[str, Any]()
+    options["process_group"] = dist.new_group(backend="gloo")
     if stages:
         from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
