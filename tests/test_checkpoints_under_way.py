@@ -20,7 +20,7 @@ import commopt
 from commopt import Compressed, ConfigurationError, LocalSGD, OneBit, Outer, Quantize
 from tests.catalogue import LAYOUTS
 from tests.feedback_training import STRATEGIES, Training, alike
-from tests.gpu_training import every_device, on_ranks
+from tests.gpu_training import ON_GPU, on_ranks
 from tests.hook_training import SMALL_BUCKET, Tower, batch_of, loss_of, seeded
 from tests.ranks import run
 from tests.sharded_training import NODES, Made, Net, attached, batch, local, over_all_ranks, same
@@ -69,11 +69,18 @@ def tensors_of(state: Any) -> list[torch.Tensor]:
     return [tensor for child in children for tensor in tensors_of(child)]
 
 
-@every_device
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
-    ("strategy", "layout"),
-    [("8 bits", "2"), ("inter 2 bits", "2x2"), ("inter rank 2", "2x2"), ("top 5%", "2"), ("inter adam", "2x2")],
+    ("device", "strategy", "layout"),
+    [
+        ("cpu", "8 bits", "2"),
+        ("cpu", "inter 2 bits", "2x2"),
+        ("cpu", "inter rank 2", "2x2"),
+        ("cpu", "top 5%", "2"),
+        ("cpu", "inter adam", "2x2"),
+        pytest.param("cuda", "8 bits", "2", marks=ON_GPU),
+        pytest.param("cuda", "inter adam", "2x2", marks=ON_GPU),
+    ],
 )
 def test_snapshots_of_ddp(device: str, strategy: str, layout: str) -> None:
     world_size, nodes = LAYOUTS[layout]
@@ -216,9 +223,10 @@ def one_step(net: Net, optimizer: torch.optim.Optimizer, step: int) -> None:
     optimizer.step()
 
 
-@every_device
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-@pytest.mark.parametrize("name", SHARDED)
+@pytest.mark.parametrize(
+    ("device", "name"), [*(("cpu", name) for name in SHARDED), pytest.param("cuda", "hsdp", marks=ON_GPU)]
+)
 def test_snapshots_of_fsdp_and_async_save(tmp_path: Path, device: str, name: str) -> None:
     for found in on_ranks(device, of_fsdp, 4, name, str(tmp_path), nodes=NODES):
         assert all(found["as state_dict"])
