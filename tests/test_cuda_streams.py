@@ -316,7 +316,7 @@ def with_snapshots() -> list[str]:
         training, taken = Training(Compressed(Quantize(4))), []
         for number in range(5):
             training.step(number)
-            taken.append((snapshot_of(training.registration, "a test"), save(training.registration.store)))
+            taken.append((snapshot_of(training.registration, "a test", pinned=True), save(training.registration.store)))
         for snapshot, state in taken:
             found = snapshot.result()
             assert snapshot.done()

@@ -35,8 +35,8 @@ _log = logging.getLogger("commopt")
 _ResumeArguments = tuple[int, list[Layout], Mapping[str, int], Any]  # what Registration.resume takes after the store
 
 
-def snapshot_of(registration: Registration, call: str) -> Snapshot:
-    """Return this rank's part of a checkpoint, on its way. call: what the user has called, for messages.
+def snapshot_of(registration: Registration, call: str, *, pinned: bool) -> Snapshot:
+    """Return this rank's part of a checkpoint, on its way. call: what the user has called. pinned: as Snapshot.
 
     What the training thread changes is read now, what the lane changes on the lane: behind all that this step has sent,
     and before what the next one will.
@@ -62,12 +62,12 @@ def snapshot_of(registration: Registration, call: str) -> Snapshot:
                 lane.require_healthy()
             return {**part, **extras(copy), **collect(store, copy)}
 
-        return Snapshot(lane, read, settle)
+        return Snapshot(lane, read, settle, pinned=pinned)
 
 
 def part_of(registration: Registration, call: str = "state_dict") -> dict[str, Any]:
     """Return this rank's part of a checkpoint, as `snapshot_of`."""
-    return snapshot_of(registration, call).result()
+    return snapshot_of(registration, call, pinned=False).result()
 
 
 def merged_state(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

@@ -246,7 +246,7 @@ class CommState:
         the stream of the messages; with adam= and with LocalSGD it waits for the device all the same. Raises as
         state_dict().
         """
-        return checkpoint.snapshot_of(self._registration, "async_state_dict")
+        return checkpoint.snapshot_of(self._registration, "async_state_dict", pinned=True)
 
     def gathered_state_dict(self) -> dict[str, Any] | None:
         """Return all ranks' states on the first rank of the group, None on the others; collective.

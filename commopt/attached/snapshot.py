@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,15 +62,25 @@ class StepBoundary:
 class Snapshot:
     """A rank's state of one moment, on its way to host memory; made by `CommState.async_state_dict`."""
 
-    def __init__(self, lane: Lane, read: Callable[[Copy], dict[str, Any]], settle: Callable[[dict[str, Any]], None]):
-        """read: makes the state, on the lane. settle: finishes it there once all copies have arrived."""
+    def __init__(
+        self,
+        lane: Lane,
+        read: Callable[[Copy], dict[str, Any]],
+        settle: Callable[[dict[str, Any]], None],
+        *,
+        pinned: bool,
+    ) -> None:
+        """read: makes the state, on the lane. settle: finishes it once all copies have arrived.
+
+        pinned: whether copies from a GPU go to pinned memory, without which the host waits for each.
+        """
         self._lane = lane
         self._settle: Callable[[dict[str, Any]], None] | None = settle
         self._state: dict[str, Any] = {}
         self._lock = threading.Lock()
 
         def copy() -> None:
-            self._state = read(_to_host)
+            self._state = read(partial(_to_host, pinned=pinned))
 
         self._work: BetweenTasks = lane.between(copy)
 
@@ -90,12 +101,11 @@ class Snapshot:
         return self._state
 
 
-def _to_host(tensor: Tensor) -> Tensor:
+def _to_host(tensor: Tensor, *, pinned: bool) -> Tensor:
     found = tensor.detach()
     if found.device.type != "cuda":
         return found.to("cpu", copy=True)
-    # Only with pinned memory does the host not wait for a copy.
-    host = torch.empty(found.shape, dtype=found.dtype, device="cpu", pin_memory=True)
+    host = torch.empty(found.shape, dtype=found.dtype, device="cpu", pin_memory=pinned)
     host.copy_(found, non_blocking=True)
     found.record_stream(current_stream(found.device))  # it may be freed before the stream comes there
     return host
