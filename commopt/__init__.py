@@ -15,6 +15,7 @@ from commopt.aggregate import (
     Outer,
     PowerSGD,
 )
+from commopt.checkpoint_files import load_checkpoint, save_checkpoint
 from commopt.compress import COMPRESSORS, DGC, Cast, Compressor, OneBit, Quantize
 from commopt.errors import (
     CommoptError,
@@ -152,11 +153,13 @@ __all__ = [
     "hierarchical_powersgd",
     "hierarchical_quantized",
     "hook",
+    "load_checkpoint",
     "merged_state",
     "onebit",
     "onebit_local",
     "powersgd",
     "quantized",
     "rebuild",
+    "save_checkpoint",
     "take_ranks",
 ]

@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import shutil
 import signal
 import sys
 import time
@@ -16,10 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from commopt.checkpoint_files import load_whole, previous, save_checkpoint
 from commopt.command_line import content_of, number, output_file, refuse, whole
-from commopt.document import reason_of
 from commopt.errors import CommoptError, ConfigurationError
 from commopt.run.script import Script
 from commopt.server.scheduler import Scheduler, host_and_port
@@ -159,11 +156,11 @@ def _load(path: Path | None) -> dict[str, Any] | None:
     if path is None or not path.exists():
         return None
     try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
+        saved = load_whole(path)
         require_saved(saved)
     except Exception as error:  # torch.load raises whatever a damaged file leads to
-        why = reason_of(error) if isinstance(error, OSError) else str(error).partition("; nothing was changed")[0]
-        before = _previous(path)
+        why = str(error).removeprefix(f"{path} cannot be read: ").partition("; ")[0]
+        before = previous(path)
         instead = f"put {before} in its place, or move it away to start anew" if before.exists() else "move it away"
         raise ConfigurationError(f"{path} cannot be read: {why}; {instead}") from None
     return dict(saved)
@@ -175,34 +172,11 @@ def _save(server: Server, path: Path) -> int:
     A full disk is logged, and the next attempt follows after as many rounds.
     """
     saved = server.state_dict()
-    unfinished = path.with_name(f"{path.name}.unfinished")
     try:
-        with unfinished.open("wb") as file:
-            torch.save(saved, file)
-            file.flush()
-            os.fsync(file.fileno())
-        if path.is_file():
-            _copy_to_previous(path)
-        unfinished.replace(path)
-    except (OSError, RuntimeError) as error:  # torch's own writer raises the latter
+        save_checkpoint(saved, path)
+    except OSError as error:
         _log.error("the checkpoint of round %d could not be written: %s", saved["round"], error)
-        unfinished.unlink(missing_ok=True)
     return int(saved["round"])
-
-
-def _copy_to_previous(path: Path) -> None:
-    """Make the checkpoint at `path`, which stays there, the previous one too."""
-    link = path.with_name(f"{path.name}.kept")
-    link.unlink(missing_ok=True)
-    try:
-        os.link(path, link)
-    except OSError:  # a file system without links
-        shutil.copyfile(path, link)
-    link.replace(_previous(path))
-
-
-def _previous(path: Path) -> Path:
-    return path.with_name(f"{path.name}.previous")
 
 
 # ------------------------------------------------------------------------------------------- worker

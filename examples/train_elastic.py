@@ -56,7 +56,7 @@ class Training:
 
     def begin(self) -> None:
         """Begin in the process group of now: at the checkpoint, if there is one."""
-        saved = torch.load(self.file, weights_only=True) if self.file.exists() else None
+        saved = commopt.load_checkpoint(self.file)
         if saved is not None:
             self.module.load_state_dict(saved["model"])
             self.optimizer.load_state_dict(saved["optimizer"])
@@ -105,8 +105,7 @@ class Training:
         kept = self.comm.gathered_state_dict()
         if dist.get_rank() == 0:
             model, optimizer = self.module.state_dict(), self.optimizer.state_dict()
-            torch.save({"model": model, "optimizer": optimizer, "comm": kept}, f"{self.file}.part")
-            os.replace(f"{self.file}.part", self.file)  # complete or absent
+            commopt.save_checkpoint({"model": model, "optimizer": optimizer, "comm": kept}, self.file)
         dist.barrier()
 
 

@@ -57,7 +57,7 @@ def restore(model: DistributedDataParallel, optimizer: torch.optim.Optimizer, co
     if checkpoint is None:
         return 0
     with checkpoint.as_directory() as folder:
-        saved = torch.load(Path(folder, "training.pt"), map_location="cpu", weights_only=True)
+        saved = commopt.load_checkpoint(Path(folder, "training.pt"))
     model.module.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     comm.load_state_dict(saved["comm"])
@@ -73,7 +73,7 @@ def save(
         checkpoint = None
         if dist.get_rank() == 0:
             whole = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "comm": residuals}
-            torch.save({**whole, "step": metrics["step"]}, Path(folder, "training.pt"))
+            commopt.save_checkpoint({**whole, "step": metrics["step"]}, Path(folder, "training.pt"))
             checkpoint = Checkpoint.from_directory(folder)
         train.report(metrics, checkpoint=checkpoint)
 

@@ -32,6 +32,8 @@ FOLLOWS = "state follows the parameter"
 NOBODY_HANGS = "nobody hangs"
 NOT_DAMAGED = "nothing damaged is loaded"
 LEGAL = "the returned tensor is legal"
+ONE_MOMENT = "a state is of one moment, and asking for it changes no bit"
+WHOLE_FILE = "a job that is killed at any byte of a save has the last whole file"
 ACCOUNTING = "accounting"
 MEMORY = "memory beside DDP's by the formula of the preset's docstring"
 SAME_PLAN = "the same plan everywhere"
@@ -44,6 +46,39 @@ ASKED = "the store is asked as much of each rank in every world, and a bounded n
 
 
 FAULTS: tuple[Fault, ...] = (
+    # ------------------------------------------------------------------------------------ checkpoints under way
+    Fault(
+        "a state holds the residuals themselves",
+        "commopt/attached/snapshot.py",
+        'return found.to("cpu", copy=True)',
+        "return found",
+        ONE_MOMENT,
+        ("test_checkpoints_under_way",),
+    ),
+    Fault(
+        "a step does not say that it is under way",
+        "commopt/hooks/buckets.py",
+        'self.boundary.begin("a backward")',
+        "pass",
+        ONE_MOMENT,
+        ("test_checkpoints_under_way",),
+    ),
+    Fault(
+        "a checkpoint has its name before it is written",
+        "commopt/checkpoint_files.py",
+        'unfinished = path.with_name(f"{path.name}.{os.getpid()}-{token_hex(4)}.unfinished")',
+        "unfinished = path; path.unlink(missing_ok=True)",
+        WHOLE_FILE,
+        ("test_checkpoint_files",),
+    ),
+    Fault(
+        "a checksum is written and not compared",
+        "commopt/checkpoint_files.py",
+        "if comment[len(_MARK) :] != found.hexdigest().encode():",
+        "if False:",
+        WHOLE_FILE,
+        ("test_checkpoint_files",),
+    ),
     # ------------------------------------------------------------------------------------ the right sum
     Fault(
         "gradients of uneven nodes are weighted by node",

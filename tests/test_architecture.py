@@ -44,6 +44,7 @@ LAYERS = (
     "commopt.command_line",
     "commopt.launcher",
     "commopt.document",
+    "commopt.checkpoint_files",
     "commopt.cuda_streams",
     "commopt.errors",
     "commopt.version",

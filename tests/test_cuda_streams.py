@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map
 
 import commopt
 from commopt import Aggregator, Compressed, Flat, Hierarchical, LaneError, PowerSGD, Quantize, lanes
+from commopt.attached.checkpoint import snapshot_of
 from commopt.attached.options import AttachOptions
 from commopt.feedback import Layout, ResidualStore, restore, save
 from commopt.feedback.checkpoint import MAX_MAGNITUDE
@@ -307,6 +308,27 @@ def test_trials_do_not_time_how_communicators_connect() -> None:
 
 
 # ------------------------------------------------------------------------------ what the made-up GPU sees
+
+
+def with_snapshots() -> list[str]:
+    """Ask for a state after each step, and read them when later steps were launched."""
+    with device() as gpu:
+        training, taken = Training(Compressed(Quantize(4))), []
+        for number in range(5):
+            training.step(number)
+            taken.append((snapshot_of(training.registration, "a test", pinned=True), save(training.registration.store)))
+        for snapshot, state in taken:
+            found = snapshot.result()
+            assert snapshot.done()
+            assert found["residuals"]
+            for role, pieces in state["residuals"].items():
+                for key, values in pieces.items():
+                    assert torch.equal(found["residuals"][role][key], values)
+    return gpu.faults
+
+
+def test_states_are_copied_on_the_lanes_stream() -> None:
+    assert not with_snapshots()
 
 
 def everything() -> list[str]:

@@ -45,7 +45,8 @@ def read_damaged(rank: int, world_size: int) -> list[str]:
     training.step()
     comm = commopt.Checkpointed(training.comm)
     good, messages = comm.state_dict(), []
-    [(name, content)] = good.items()
+    [(name, part)] = good.items()
+    content = bytes(part)
     for damaged in ({name: b""}, {name: content[: len(content) // 2]}, {name: None}, {}, {"place": content[1:]}):
         before = training.comm.state_dict()
         with pytest.raises(commopt.ConfigurationError) as caught:

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from commopt.attached.layouts import require_same_parameters
 from commopt.attached.registration import Registration
+from commopt.attached.snapshot import Copy, Snapshot
 from commopt.errors import ConfigurationError
-from commopt.feedback import Layout, ResidualStore, layout_of, pieces_of, restore, save
-from commopt.feedback.checkpoint import MAX_MAGNITUDE, field, refuse, required, whole
+from commopt.feedback import Layout, ResidualStore, collect, layout_of, pieces_of, restore, settle
+from commopt.feedback.checkpoint import MAX_MAGNITUDE, field, refuse, require_format, required, whole
 from commopt.groups import Membership, TeamShape
 from commopt.groups.agreement import PATIENCE_S, Facts, require_equal
 
@@ -34,22 +35,39 @@ _log = logging.getLogger("commopt")
 _ResumeArguments = tuple[int, list[Layout], Mapping[str, int], Any]  # what Registration.resume takes after the store
 
 
-def part_of(registration: Registration) -> dict[str, Any]:
-    """Return this rank's part of a checkpoint."""
-    everyone = registration.everyone
-    return {
-        "format": FORMAT,
-        "aggregator": registration.aggregator_name,
-        "steps": registration.steps,
-        "nodes": list(everyone.team.wire.nodes),
-        "place": everyone.team.rank,
-        "members": list(everyone.ranks),
-        "sharding": registration.sharding,
-        "parameters": dict(registration.numels),
-        "buckets": [pieces_of(layout) for layout in registration.step.buffers],
-        **registration.extras(),
-        **save(registration.store),
-    }
+def snapshot_of(registration: Registration, call: str, *, pinned: bool) -> Snapshot:
+    """Return this rank's part of a checkpoint, on its way. call: what the user has called. pinned: as Snapshot.
+
+    What the training thread changes is read now, what the lane changes on the lane: behind all that this step has sent,
+    and before what the next one will.
+    """
+    everyone, lane = registration.everyone, registration.client.lane
+    with registration.boundary.between(call):
+        whole, store = registration.arrived_steps == registration.steps, registration.store
+        extras = registration.extras()
+        part = {
+            "format": FORMAT,
+            "aggregator": registration.aggregator_name,
+            "steps": registration.steps,
+            "nodes": list(everyone.team.wire.nodes),
+            "place": everyone.team.rank,
+            "members": list(everyone.ranks),
+            "sharding": registration.sharding,
+            "parameters": dict(registration.numels),
+            "buckets": [pieces_of(layout) for layout in registration.step.buffers],
+        }
+
+        def read(copy: Copy) -> dict[str, Any]:
+            if lane.failed and not whole:
+                lane.require_healthy()
+            return {**part, **extras(copy), **collect(store, copy)}
+
+        return Snapshot(lane, read, settle, pinned=pinned)
+
+
+def part_of(registration: Registration, call: str = "state_dict") -> dict[str, Any]:
+    """Return this rank's part of a checkpoint, as `snapshot_of`."""
+    return snapshot_of(registration, call, pinned=False).result()
 
 
 def merged_state(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -94,7 +112,7 @@ def gather(
     membership.require_alive()
     group = membership.parent()
     assert group is not None  # alive
-    part, buffer = part_of(registration), BytesIO()
+    part, buffer = part_of(registration, what), BytesIO()
     parts = [part]
     torch.save(part, buffer)
     call, nbytes = f"{what} after {registration.steps} steps", str(len(buffer.getbuffer()))
@@ -268,12 +286,12 @@ def digest(what: object) -> str:
 
 def _parts_of(saved: object) -> list[Mapping[str, Any]]:
     """Return the ranks' parts that a state has, one or several of the same checkpoint."""
+    if isinstance(saved, Mapping) and "format" in saved:
+        require_format(saved["format"], FORMAT)
     if not _is_state(saved):
         kind = f"of type {type(saved).__name__}"
         if isinstance(saved, Mapping):
-            kind = (
-                f"of format {saved['format']!r}" if "format" in saved else f"a dict with the keys {list(saved)!r:.80}"
-            )
+            kind = f"a dict with the keys {list(saved)!r:.80}"
         raise ConfigurationError(
             f"this is not what state_dict() returned, in format {FORMAT}, but {kind}; give every rank its own "
             f"state_dict(), or all of them what gathered_state_dict() or commopt.merged_state() returned"
@@ -292,6 +310,8 @@ def _checked_parts(parts: list[Any]) -> list[Mapping[str, Any]]:
     if not parts:
         raise ConfigurationError("there is no state to load, but an empty list; give the states of one rank or more")
     for part in parts:
+        if isinstance(part, Mapping) and "format" in part:
+            require_format(part["format"], FORMAT)
         if not _is_state(part) or "ranks" in part:
             refuse("a rank's part", part, f"what state_dict() returned there, in format {FORMAT}")
         field(part, "aggregator", str)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,8 @@ from commopt.attached import checkpoint
 from commopt.attached.checks import require_plain_groups
 from commopt.attached.options import require_scaler
 from commopt.attached.registration import Registration
+from commopt.attached.snapshot import Snapshot
+from commopt.checkpoint_files import from_bytes, to_bytes
 from commopt.errors import ConfigurationError
 from commopt.groups import Membership
 from commopt.schedule import Decision, Plan
@@ -231,10 +232,21 @@ class CommState:
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's residuals by parameter name and element range, and the buckets they belong to.
 
-        Every rank must save its own; `gathered_state_dict` is for checkpoints that one rank writes. Ask between two
-        steps: during one, some of its buckets count already and others do not.
+        Every rank must save its own; `gathered_state_dict` is for checkpoints that one rank writes. It waits for what
+        was sent. Raises ConfigurationError while a step is under way, where some of its gradients count already and
+        others do not: from the first gradient that is sent to the last, also in another thread.
         """
         return checkpoint.part_of(self._registration)
+
+    def async_state_dict(self) -> Snapshot:
+        """Return at once what will have the state of this moment in host memory, while training goes on.
+
+        Its `result()`, from any thread, waits for the copies and returns what state_dict() would have returned here;
+        later steps do not change it. `done()` returns whether that would wait. On CUDA copies go to pinned memory, on
+        the stream of the messages; with adam= and with LocalSGD it waits for the device all the same. Raises as
+        state_dict().
+        """
+        return checkpoint.snapshot_of(self._registration, "async_state_dict", pinned=True)
 
     def gathered_state_dict(self) -> dict[str, Any] | None:
         """Return all ranks' states on the first rank of the group, None on the others; collective.
@@ -270,9 +282,9 @@ class CommState:
 class Checkpointed:
     """Let every rank write and read its own residuals: `dcp.save({"model": ..., "comm": Checkpointed(comm)}, ...)`.
 
-    dcp.load needs to know what to look for before anything is there. Each rank's part is therefore one value, under
-    the rank's own name. To load into another world (other ranks, or other nodes), say how many ranks wrote the
-    checkpoint: `saved_world_size`.
+    Also with dcp.async_save, beside training. dcp.load needs to know what to look for before anything is there. Each
+    rank's part is therefore one value, under the rank's own name. To load into another world (other ranks, or other
+    nodes), say how many ranks wrote the checkpoint: `saved_world_size`.
     """
 
     def __init__(self, state: CommState, saved_world_size: int | None = None) -> None:
@@ -284,20 +296,34 @@ class Checkpointed:
         self._state = state
         self._saved_world_size = saved_world_size
 
-    def state_dict(self) -> dict[str, bytes]:
+    def state_dict(self) -> dict[str, PickledPart | bytes]:
         """Return this rank's part under its own name; for another world, empty places for all ranks' parts."""
         _warn_of_one_nodes_model(self._state)
         team = self._state.membership.team
         if self._saved_world_size is not None:
             return {f"place {place}": b"" for place in range(self._saved_world_size)}
-        buffer = BytesIO()
-        torch.save(self._state.state_dict(), buffer)
-        return {f"place {team.rank}": buffer.getvalue()}
+        return {f"place {team.rank}": PickledPart(self._state.async_state_dict())}
 
-    def load_state_dict(self, saved: Mapping[str, bytes]) -> None:
+    def load_state_dict(self, saved: Mapping[str, PickledPart | bytes]) -> None:
         """Go on where the checkpoint was taken, as CommState.load_state_dict; collective."""
         self._state.load_from(lambda: _read_parts(saved))
         self._saved_world_size = None  # from now on it is this world that saves
+
+
+class PickledPart:
+    """A rank's part of a checkpoint, which is bytes once it is pickled or asked for: by whoever writes it."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+
+    def __bytes__(self) -> bytes:
+        return to_bytes(self._snapshot.result())
+
+    def __reduce__(self) -> tuple[type[bytes], tuple[bytes]]:
+        return bytes, (bytes(self),)
+
+    def __deepcopy__(self, memo: object) -> PickledPart:
+        return self  # no step changes it, so torch's stagers need no copy
 
 
 class Gathered:
@@ -331,6 +357,6 @@ def _warn_of_one_nodes_model(state: CommState) -> None:
         )
 
 
-def _read_parts(saved: Mapping[str, bytes]) -> dict[str, Any]:
-    parts = [torch.load(BytesIO(saved[name]), map_location="cpu", weights_only=True) for name in sorted(saved)]
+def _read_parts(saved: Mapping[str, PickledPart | bytes]) -> dict[str, Any]:
+    parts = [from_bytes(bytes(saved[name]), f"the checkpoint's {name}") for name in sorted(saved)]
     return parts[0] if len(parts) == 1 else {"format": checkpoint.FORMAT, "ranks": parts}

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from commopt.aggregate import Aggregator, LocalSGD
 from commopt.attached.optimizer_steps import OptimizerSteps
 from commopt.attached.reduction import Reduction, SentBytes, Step
+from commopt.attached.snapshot import Copy, StepBoundary
 from commopt.errors import ConfigurationError
 from commopt.feedback import Layout, Piece, ResidualStore
 from commopt.feedback.checkpoint import field, refuse, required
@@ -64,6 +65,7 @@ class ParameterAverages:
     read: returns the parameters whose gradients are averaged, or this rank's part of them, under constant names.
     parameters: those that optimizers step.
     scaler: returns the GradScaler, None for none.
+    boundary: is told while parameters come and go.
     pieces: describes the parameters that are not whole.
     store: keeps residuals, and the parameters that nodes have agreed on.
     client: this rank among those that have the same parts, None before it has joined them.
@@ -80,6 +82,7 @@ class ParameterAverages:
         store: ResidualStore,
         parameters: Named,
         scaler: Callable[[], Any],
+        boundary: StepBoundary,
         pieces: Mapping[str, Piece] | None = None,
         before_write: Callable[[], None] = lambda: None,
     ) -> None:
@@ -94,6 +97,7 @@ class ParameterAverages:
 
         self.optimizer_steps = OptimizerSteps(parameters, scaler, nodes, str(average))
         self._average = average
+        self._boundary = boundary
         self._module = None if module is None else ref(module)
         self._read = read
         self._pieces = pieces or {}
@@ -163,6 +167,12 @@ class ParameterAverages:
         self._turn = steps
         if client.team.node_count == 1:
             return
+        with self._boundary.inside("a round of the parameters"):
+            self._exchange(client, leave, land, begins=begins)
+
+    def _exchange(self, client: LaneClient, leave: Sequence[int], land: Sequence[int], *, begins: bool) -> None:
+        """Let fragments leave and land. begins: whether these are the first."""
+        average, steps = self._average, self.steps
         if begins or leave:
             self._averaged_at = None
             number = average.round_after(steps)
@@ -186,15 +196,16 @@ class ParameterAverages:
             return
         agreement = client.agree(call)
         agreement.wait()
-        for fragment in list(self._underway):
-            self._land(fragment)
-        flights = [
-            self._send(client, bucket, self._average.exact, 0, agreement, adds=False)
-            for bucket in parameter_buckets({**self._read(), **self._buffers()}, self._pieces)
-        ]
-        self._before_write()
-        for flight in flights:
-            flight.bucket.put(flight.end())
+        with self._boundary.inside(call):
+            for fragment in list(self._underway):
+                self._land(fragment)
+            flights = [
+                self._send(client, bucket, self._average.exact, 0, agreement, adds=False)
+                for bucket in parameter_buckets({**self._read(), **self._buffers()}, self._pieces)
+            ]
+            self._before_write()
+            for flight in flights:
+                flight.bucket.put(flight.end())
         self.times += 1
         self._averaged_at = self.steps
 
@@ -320,20 +331,25 @@ class ParameterAverages:
 
     # ------------------------------------------------------------------------------------- checkpoints
 
-    def state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds beside the store: whether that has what was agreed on, and what is under way.
+    def state(self) -> Callable[[Copy], dict[str, Any]]:
+        """Return what reads, behind what was sent, all that a checkpoint holds beside the store.
 
-        The latter by name, in host memory: what is to be added when the round is over. Also the optimizer steps, and a
-        digest of the parameters.
+        Whether that has what was agreed on, and what is under way: by name, what is to be added when the round is over.
+        Also the optimizer steps, and a digest of the parameters.
         """
         self.optimizer_steps.update()
-        underway: dict[str, Tensor] = {}
-        for flight in (flight for flights in self._underway.values() for flight in flights):
-            parts = flight.bucket.parts(flight.end())
-            underway |= {name: part.detach().to("cpu", copy=True) for name, part in parts.items()}
+        flights = [flight for flights in self._underway.values() for flight in flights]
         differ = self.client is not None and self.client.team.node_count > 1
         counted = {"steps": self.steps, "parameters": _digest(self._read()) if differ else ""}
-        return {"anchored": self._anchored, "underway": underway, **counted}
+        anchored = self._anchored
+
+        def read(copy: Copy) -> dict[str, Any]:
+            underway: dict[str, Tensor] = {}
+            for flight in flights:
+                underway |= {name: copy(part) for name, part in flight.bucket.parts(flight.end()).items()}
+            return {"anchored": anchored, "underway": underway, **counted}
+
+        return read
 
     def read(self, saved: Mapping[str, Any]) -> tuple[bool, Underway, str]:
         """Return what `state` returned as `resume` takes it; raises ConfigurationError for what is damaged."""

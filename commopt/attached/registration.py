@@ -19,6 +19,7 @@ from commopt.attached.local_sgd import ParameterAverages
 from commopt.attached.options import AttachOptions
 from commopt.attached.reduction import Reduction, SentBytes, Step
 from commopt.attached.replay import Replays, replay_wanted
+from commopt.attached.snapshot import Copy, StepBoundary
 from commopt.feedback import Layout, ResidualStore, spread
 from commopt.feedback.checkpoint import required, whole
 from commopt.groups import Membership, WireBytes
@@ -40,6 +41,7 @@ class Registration:
     steps: complete ones, with those before the checkpoint it has resumed from.
     reduced_steps: complete ones, without those.
     step: the current one, or the last.
+    boundary: whether one is under way.
     keeps_residuals: whether the aggregator does.
     averages: those of a LocalSGD, which then uses `store`; None for other aggregators.
     steps_between: where residuals are kept, checks that each average is followed by an optimizer step.
@@ -75,6 +77,7 @@ class Registration:
         self.divergence: DivergenceCheck | None = None
         self.store = ResidualStore(per_step=scaler is not None and scaler.is_enabled())
         self.step = Step(0, self.store, scaler)
+        self.boundary = StepBoundary()
         self.recorder = Recorder(always=options.record)
         self.logs: list[Callable[[], None]] = []
         self.sent = SentBytes()
@@ -236,9 +239,15 @@ class Registration:
 
     # ------------------------------------------------------------------------------------- checkpoints
 
-    def extras(self) -> dict[str, Any]:
-        """Return what a checkpoint holds beside steps, buffers and residuals: where the rounds of a LocalSGD are."""
-        return {} if self.averages is None else {"rounds": self.averages.state()}
+    def extras(self) -> Callable[[Copy], dict[str, Any]]:
+        """Return what reads, on the lane, all that a checkpoint holds beside steps, buffers and residuals.
+
+        That is where the rounds of a LocalSGD are.
+        """
+        if self.averages is None:
+            return lambda copy: {}
+        rounds = self.averages.state()
+        return lambda copy: {"rounds": rounds(copy)}
 
     def read_extras(self, part: Mapping[str, Any]) -> tuple[Any, object]:
         """Return what a rank's own part has of `extras`, and of that what must be alike on all ranks.
@@ -284,3 +293,4 @@ class Registration:
         if self.divergence is not None:
             self.divergence.forget()
         self.step = Step(steps, store, self.scaler, list(buffers))
+        self.boundary.end()  # of a step that was given up

@@ -1,7 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Error feedback: residuals are stored by parameter and range, and added to the next gradient."""
 
-from commopt.feedback.checkpoint import layout_of, pieces_of, restore, restore_shared, save, save_shared, spread
+from commopt.feedback.checkpoint import (
+    collect,
+    layout_of,
+    pieces_of,
+    restore,
+    restore_shared,
+    save,
+    save_shared,
+    settle,
+    spread,
+)
 from commopt.feedback.context import (
     SAMPLE_EVERY_STEPS,
     SAMPLE_NUMEL,
@@ -54,6 +64,7 @@ __all__ = [
     "StepCounts",
     "Transaction",
     "checked_patterns",
+    "collect",
     "falls_behind",
     "gaps",
     "is_average",
@@ -70,5 +81,6 @@ __all__ = [
     "save",
     "save_shared",
     "scale_and_add",
+    "settle",
     "spread",
 ]

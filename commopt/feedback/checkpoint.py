@@ -22,6 +22,7 @@ from commopt.feedback.factors import RightFactor
 from commopt.feedback.layout import Layout, Piece
 from commopt.feedback.residual import EXP_AVG_SQ, Residual, ResidualKind, is_average
 from commopt.feedback.store import ResidualStore
+from commopt.version import __version__
 
 T = TypeVar("T")
 _Pieces = list[list[Any]]  # [name, begin, end, shape] each
@@ -35,6 +36,16 @@ _MAX_COLUMN_NORM = 1.01  # columns of factors are orthogonal and of norm 1, to r
 
 def save(store: ResidualStore) -> dict[str, Any]:
     """Return copies in host memory: residuals by level and kind, then by name and element range, and all factors."""
+    saved = collect(store, _on_host)
+    settle(saved)
+    return saved
+
+
+def collect(store: ResidualStore, copy: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """Return what `save` does, all tensors as `copy` makes them, which may have their values later than now.
+
+    `settle` must finish it then.
+    """
     residuals: dict[str, dict[str, Tensor]] = {}
     layouts: dict[str, list[_Pieces]] = {}
     with store.lock:
@@ -44,26 +55,45 @@ def save(store: ResidualStore) -> dict[str, Any]:
             layouts.setdefault(role, []).append(pieces_of(layout))
             by_range = residuals.setdefault(role, {})
             for offset, piece in zip(layout.offsets, layout.pieces, strict=True):
-                values = residual.values[offset : offset + piece.numel].detach().to("cpu", copy=True)
+                values = residual.values[offset : offset + piece.numel].detach()
                 # Pieces of waiting residuals may lie on top of each other; they add up.
                 by_range[str(piece)] = by_range[str(piece)] + values if str(piece) in by_range else values
         divisions = {
             path: [[pieces_of(layout), division] for layout, division in known.items()]
             for path, known in store.divisions.items()
         }
-        return {"residuals": residuals, "layouts": layouts, "placed": divisions, **save_shared(store)}
+        copied = {role: {key: copy(each) for key, each in by_range.items()} for role, by_range in residuals.items()}
+        return {"residuals": copied, "layouts": layouts, "placed": divisions, **_collect_shared(store, copy)}
+
+
+def settle(saved: dict[str, Any]) -> None:
+    """Make numbers of the copies of numbers in what `collect` returned, once they have their values."""
+    saved["dropped"] = int(saved["dropped"])
+    if saved["expected_square"] is not None:
+        saved["expected_square"] = float(saved["expected_square"])
 
 
 def save_shared(store: ResidualStore) -> dict[str, Any]:
     """Return copies of what ranks have in common: factors and counts."""
+    saved = _collect_shared(store, _on_host)
+    settle(saved)
+    return saved
+
+
+def _collect_shared(store: ResidualStore, copy: Callable[[Tensor], Tensor]) -> dict[str, Any]:
     with store.lock:
-        factors = [_entry_of(path, factor) for path, factor in store.factors.everything()]
+        factors = [_entry_of(path, factor, copy) for path, factor in store.factors.everything()]
+    dropped, expected = store.transaction.dropped, store.expected_square
     return {
         "factors": factors,
-        "dropped": int(store.transaction.dropped),
-        "expected_square": None if store.expected_square is None else float(store.expected_square),
+        "dropped": copy(dropped) if isinstance(dropped, Tensor) else dropped,
+        "expected_square": None if expected is None else copy(expected),
         "adam_steps": store.counts.state(),
     }
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
 
 
 def restore(
@@ -240,11 +270,11 @@ def _factor(values: object, where: str) -> Tensor:
     return here
 
 
-def _entry_of(path: str, factor: RightFactor) -> dict[str, Any]:
+def _entry_of(path: str, factor: RightFactor, copy: Callable[[Tensor], Tensor]) -> dict[str, Any]:
     return {
         "path": path,
         "piece": [factor.piece.name, factor.piece.begin, factor.piece.end],
-        "right": factor.right.detach().to("cpu", copy=True),
+        "right": copy(factor.right),
     }
 
 
@@ -279,6 +309,17 @@ def field(entry: Mapping[str, Any], key: str, kind: type[T], where: str = "") ->
     if key not in entry:
         raise ConfigurationError(f"the checkpoint has no {name}: it is not what state_dict() returned; {_FIX}")
     return required(entry[key], kind, name)
+
+
+def require_format(number: object, newest: int) -> None:
+    """Raise ConfigurationError unless a checkpoint is of a format from 1 to `newest`, which this version writes."""
+    if isinstance(number, int) and number > newest:
+        raise ConfigurationError(
+            f"the checkpoint is of format {number}, which a newer commopt has written, and {__version__} reads formats "
+            f"up to {newest}; install that one, or load another checkpoint"
+        )
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        refuse("format", number, f"a whole number from 1 to {newest}")
 
 
 def required(value: object, kind: type[T], where: str) -> T:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 from time import perf_counter_ns
 from typing import Any
@@ -32,6 +32,7 @@ from commopt.attached.local_sgd import ParameterAverages
 from commopt.attached.options import AttachOptions
 from commopt.attached.reduction import Reduction, Step
 from commopt.attached.registration import Registration
+from commopt.attached.snapshot import Copy
 from commopt.errors import CommoptError, ConfigurationError
 from commopt.feedback import ExactSample, Layout, ResidualStore
 from commopt.schedule import Controller, Plan, Tuned
@@ -58,7 +59,13 @@ class DDPRegistration(Registration):
         if isinstance(aggregator, LocalSGD):
             parameters, found = dict(self.parameters), ref(self)
             self.averages = ParameterAverages(
-                aggregator, module, lambda: parameters, self.store, parameters, lambda: getattr(found(), "scaler", None)
+                aggregator,
+                module,
+                lambda: parameters,
+                self.store,
+                parameters,
+                lambda: getattr(found(), "scaler", None),
+                self.boundary,
             )
         # The gradients of a LocalSGD leave nothing for later, and `store` is for its parameters.
         self._gradient_store = None if self.averages is None else ResidualStore()
@@ -188,6 +195,7 @@ class DDPRegistration(Registration):
         self._require_optimizer_step()
         if self.averages is not None:  # a rank without data, in DDP's join(), makes no forward before this
             self.averages.take_turn()
+        self.boundary.begin("a backward")
         if self.device is None:
             self.device = device
         if self.divergence is not None and steps % self.divergence.every == 0:
@@ -305,6 +313,7 @@ class DDPRegistration(Registration):
         self.reduced_steps += 1
         if self.averages is not None:
             self.averages.optimizer_steps.backward_ended(shadowed=torch._C._current_graph_task_id() == -1)
+        self.boundary.end()
 
     # ------------------------------------------------------------------------------------- checkpoints
 
@@ -318,13 +327,13 @@ class DDPRegistration(Registration):
         plan, tuned = self.controller.plan, self.controller.tuned
         return (plan, tuned, None), [None if each is None else each.to_json() for each in (plan, tuned)]
 
-    def extras(self) -> dict[str, Any]:
-        """Return the plan that is followed and what tuning came to, and what Registration.extras does."""
-        plan, tuned = self.controller.plan, self.controller.tuned
-        return {
+    def extras(self) -> Callable[[Copy], dict[str, Any]]:
+        """Return what reads the plan that is followed and what tuning came to, and what Registration.extras does."""
+        plan, tuned, others = self.controller.plan, self.controller.tuned, super().extras()
+        return lambda copy: {
             "plan": None if plan is None else plan.to_json(),
             "tuned": None if tuned is None else tuned.to_json(),
-            **super().extras(),
+            **others(copy),
         }
 
     def read_extras(self, part: Mapping[str, Any]) -> tuple[Any, object]:

@@ -13,6 +13,7 @@ import torch
 
 from commopt.aggregate import Aggregator
 from commopt.attached.optimizers import stand_for_adam
+from commopt.checkpoint_files import load_whole, save_checkpoint
 from commopt.errors import ConfigurationError
 from commopt.hooks import CommState, Preset, attach, merged_state
 
@@ -124,7 +125,7 @@ class CommoptCallback(TrainerCallback):  # type: ignore[misc]  # its type depend
             )
         # A hyperparameter search keeps its checkpoints elsewhere.
         if self.comm is not None and not args.save_only_model and folder.is_dir():
-            torch.save(self.comm.state_dict(), folder / _name(args))
+            save_checkpoint(self.comm.state_dict(), folder / _name(args))
 
 
 def _refuse_unwrapped(model: torch.nn.Module) -> None:
@@ -142,4 +143,4 @@ def _name(args: TrainingArguments) -> str:
 
 
 def _load(file: Path) -> Any:
-    return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    return load_whole(file, mmap=True)

@@ -115,6 +115,11 @@ class LaneClient:
         task = Task(membership, self.name, number, run, title, numel, device.type, overlaps)
         return self._lane.submit(task, result, inputs)
 
+    @property
+    def lane(self) -> Lane:
+        """The lane of its latest task; before that of the device that it will use unless it is told another."""
+        return self._lane or lane_for(self.team.default_device)
+
     def run(self, task: Callable[[], Started | None], title: str, device: torch.device | None = None) -> Pending:
         """Queue a task of another kind on the lane of `device`, by default the first one used; all ranks must."""
         # Not the last one: parameters on another device than the gradients would take the meetings to another lane.

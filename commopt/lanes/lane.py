@@ -133,6 +133,49 @@ class Pending:
         return result
 
 
+class BetweenTasks:
+    """Work of this rank alone, between two tasks of a lane; see Lane.between.
+
+    kernels_end: the event at the end of its kernels, on CUDA.
+    """
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self.kernels_end: torch.cuda.Event | None = None
+        self._run: Callable[[], None] | None = run
+        self._ended = threading.Event()
+        self._error: Exception | None = None
+
+    def __call__(self) -> None:
+        """Do it; an error is for those that wait, and no failure of the lane."""
+        run, self._run = self._run, None
+        if run is None:
+            return
+        try:
+            with fresh_modes(inference=False):
+                run()
+        except Exception as error:
+            self._error = error
+        finally:
+            self._ended.set()
+
+    def is_completed(self) -> bool:
+        """Return whether it has ended, well or badly; on CUDA whether its kernels have."""
+        return self._ended.is_set() and (self.kernels_end is None or self.kernels_end.query())
+
+    def wait(self, is_alive: Callable[[], bool] = lambda: True) -> None:
+        """Wait for the end, on CUDA of the kernels too; raise what the work raised.
+
+        is_alive: whether anybody is there to do it; else this thread does.
+        """
+        while not self._ended.wait(_LOOK_S):
+            if not is_alive():
+                self()
+        if self.kernels_end is not None:
+            self.kernels_end.synchronize()
+        if self._error is not None:
+            raise self._error
+
+
 class Lane(ABC):
     """One per device and process; the first failure poisons it for good."""
 
@@ -161,6 +204,31 @@ class Lane(ABC):
     @abstractmethod
     def _start(self, task: Task, pending: Pending, tensors: Sequence[Tensor]) -> Pending:
         """Queue `task`, which uses `tensors`; return `pending`."""
+
+    def between(self, run: Callable[[], None]) -> BetweenTasks:
+        """Let `run` come after all tasks that were submitted before, and before all others, also where one has failed.
+
+        It is this rank's alone and must not communicate. Raises CommoptError when called from a task of the lane.
+        """
+        if getattr(self._own, "busy", False):
+            raise CommoptError(
+                "this was called inside lane work, by an aggregator or by a callback of a pending future, and would "
+                "wait for its own end; call it after the outer operation's wait()"
+            )
+        return self._start_between(BetweenTasks(run))
+
+    @property
+    def failed(self) -> bool:
+        """Whether a task has failed."""
+        return self._error is not None
+
+    @abstractmethod
+    def _start_between(self, work: BetweenTasks) -> BetweenTasks:
+        """Queue `work`; return it."""
+
+    def has_ended(self) -> bool:
+        """Return whether nobody will do what is queued any more."""
+        return False
 
     @abstractmethod
     def close(self) -> bool:
@@ -278,8 +346,8 @@ class WorkerLane(Lane):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        # An item: a task, an event that asks for the end of all before it, None for the end of the lane; or _ENDED.
-        self._queue: SimpleQueue[tuple[Task, Pending] | threading.Event | object | None] = SimpleQueue()
+        # An item: a task, work between two tasks, None for the end of the lane; or _ENDED.
+        self._queue: SimpleQueue[tuple[Task, Pending] | BetweenTasks | object | None] = SimpleQueue()
         # A daemon: a peer that never answers must not keep this process from exiting.
         self._thread = threading.Thread(target=self._run_queue, name="commopt-lane", daemon=True)
         self._thread.start()
@@ -296,10 +364,15 @@ class WorkerLane(Lane):
         return not self._thread.is_alive()
 
     def _wait(self) -> None:
-        ended = threading.Event()
-        self._queue.put(ended)
-        while not ended.wait(_LOOK_S) and self._thread.is_alive():  # it may have been closed before
-            pass
+        self._start_between(BetweenTasks(lambda: None)).wait(self._thread.is_alive)  # it may have been closed before
+
+    def _start_between(self, work: BetweenTasks) -> BetweenTasks:
+        self._queue.put(work)
+        return work
+
+    def has_ended(self) -> bool:
+        """Return whether the thread has ended, as Lane.has_ended."""
+        return not self._thread.is_alive()
 
     def _run_queue(self) -> None:
         self._own.busy = True
@@ -323,10 +396,10 @@ class WorkerLane(Lane):
     def _may_overlap(self, item: Any, under_way: Sequence[_UnderWay]) -> bool:
         return isinstance(item, tuple) and item[0].overlaps and len(under_way) < _AT_ONCE
 
-    def _begin(self, item: tuple[Task, Pending] | threading.Event) -> _UnderWay | None:
-        """Run a task, or tell who waits that all before it has ended; return the task if it goes on."""
-        if isinstance(item, threading.Event):
-            item.set()
+    def _begin(self, item: tuple[Task, Pending] | BetweenTasks) -> _UnderWay | None:
+        """Run a task, or work between two, as all before it has ended; return the task if it goes on."""
+        if isinstance(item, BetweenTasks):
+            item()
             return None
         task, pending = item
         started = self._run(task, pending)

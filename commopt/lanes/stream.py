@@ -11,10 +11,10 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from commopt.cuda_streams import captures_of_others_allowed, on_stream
+from commopt.cuda_streams import captures_of_others_allowed, current_stream, on_stream
 from commopt.errors import LaneError
 from commopt.groups import Membership, close_together, joined
-from commopt.lanes.lane import Lane, Pending, Place, Task
+from commopt.lanes.lane import BetweenTasks, Lane, Pending, Place, Task
 
 _Launched = tuple[torch.cuda.Event, Membership, str, int, int]
 
@@ -64,6 +64,20 @@ class StreamLane(Lane):
         if error is not None:
             raise self._anew(error)
         return pending
+
+    def _start_between(self, work: BetweenTasks) -> BetweenTasks:
+        """Launch the kernels of `work` here and now: on the lane's stream they come in their turn."""
+        with self._order:
+            self._own.busy = True
+            try:
+                stream = self._stream
+                stream.wait_event(current_stream(self.device).record_event())
+                with on_stream(stream):
+                    work()
+                    work.kernels_end = stream.record_event()
+            finally:
+                self._own.busy = False
+        return work
 
     def under_way(self) -> Place | None:
         """Return the place of the task that is being launched, or else of the latest whose kernels have not ended."""

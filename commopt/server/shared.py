@@ -15,11 +15,13 @@ from torch import Tensor
 from commopt.aggregate import Outer
 from commopt.errors import ConfigurationError, UnsupportedTensorError
 from commopt.feedback import Layout
-from commopt.feedback.checkpoint import field, refuse, required, whole
+from commopt.feedback.checkpoint import field, refuse, require_format, required, whole
 from commopt.server.settings import ParameterServer
 from commopt.server.wire import Wire
 
 Named = Mapping[str, Tensor]
+
+FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -173,8 +175,9 @@ class SharedParameters:
     # ------------------------------------------------------------------------------------- checkpoints
 
     def state(self) -> dict[str, Any]:
-        """Return round, work done, and copies of parameters and momentum by name, in their shapes."""
+        """Return format, round, work done, and copies of parameters and momentum by name, in their shapes."""
         return {
+            "format": FORMAT,
             "round": self.round,
             "done": self.done,
             "parameters": _to_tensors(self.wires, self.exact),
@@ -201,6 +204,7 @@ def require_saved(saved: Mapping[str, Any]) -> tuple[int, float]:
     """
     if not isinstance(saved, Mapping):
         refuse("all of it", saved, "a dict")
+    require_format(saved.get("format", 1), FORMAT)  # at first it had no number
     parameters, momentum = field(saved, "parameters", dict), field(saved, "momentum", dict)
     if momentum and momentum.keys() != parameters.keys():
         refuse("momentum's keys", list(momentum), f"those of parameters, {reprlib.repr(list(parameters))}")

@@ -137,10 +137,8 @@ class AllGather:
         return self.weights.difference and self.copy is None and self.base is None
 
     def own_row(self) -> Tensor | None:
-        """Return this rank's row of the second copy, in host memory; None where there is none yet."""
-        if self.copy is None:
-            return None if self.base is None else self.base.to("cpu", copy=True)
-        return self.copy[self._across.rank].to("cpu", copy=True)
+        """Return this rank's row of the second copy, or what it begins with; None where there is none yet."""
+        return self.base if self.copy is None else self.copy[self._across.rank]
 
     # ------------------------------------------------------------------------------------- the collective
 

@@ -157,6 +157,7 @@ class Backwards(Registration):
             return False
         if self.divergence is not None and self.divergence.unread is not None:
             self.divergence.look()
+        self.boundary.begin("a backward")
         self._number = 0
         self.device = self.device or device
         self.recorder.begin_step(self.steps, device)
@@ -189,6 +190,7 @@ class Backwards(Registration):
         self._compare_replicas()
         self.steps += 1
         self.reduced_steps += 1
+        self.boundary.end()
         for log in self.logs:
             log()
 
@@ -217,6 +219,7 @@ class Backwards(Registration):
         """Forget the backward under way, as FSDP does: what it has staged is dropped when the next begins."""
         self._number = None
         self.client.run(self._forget, "the end of a backward that was given up", self.device).wait()
+        self.boundary.end()
 
     def _forget(self) -> None:
         for order in self._orders:

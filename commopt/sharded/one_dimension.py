@@ -16,6 +16,7 @@ from torch import Tensor
 from commopt.aggregate import Aggregator
 from commopt.attached.checks import REDUCIBLE
 from commopt.attached.reduction import Reduction, Step
+from commopt.attached.snapshot import Copy
 from commopt.errors import ConfigurationError, UnsupportedTensorError
 from commopt.feedback import Layout, ResidualStore, spread
 from commopt.feedback.checkpoint import field, refuse
@@ -154,11 +155,16 @@ class OneDimension(Backwards):
         sent, steps = self.wire_bytes(), max(self.reduced_steps, 1)
         return None if instead is not None else sent // steps
 
-    def extras(self) -> dict[str, Any]:
-        """Return this rank's row of the second copies that differences go to: others can be had again."""
+    def extras(self) -> Callable[[Copy], dict[str, Any]]:
+        """Return what reads this rank's row of the second copies that differences go to: others can be had again."""
         differs = self.weights is not None and self.weights.difference
-        rows = [gather.own_row() for gather in self.gathers.values()] if differs else []
-        return {"weights": repr(self.weights), "copies": rows}
+        gathers = list(self.gathers.values()) if differs else []
+
+        def read(copy: Copy) -> dict[str, Any]:
+            rows = [None if row is None else copy(row) for row in (gather.own_row() for gather in gathers)]
+            return {"weights": repr(self.weights), "copies": rows}
+
+        return read
 
     def read_extras(self, part: Mapping[str, Any]) -> tuple[Any, object]:
         """Return the rows of `extras`, None where there were other weights; and which there are."""

@@ -113,7 +113,7 @@ class ShardedRegistration(Backwards):
         parameters, scaler = self.parameters, lambda: getattr(found(), "scaler", None)
         reshard = partial(reshard_between_steps, self._model)
         self.averages = ParameterAverages(
-            average, self._model, read, self.store, parameters, scaler, pieces, before_write=reshard
+            average, self._model, read, self.store, parameters, scaler, self.boundary, pieces, reshard
         )
         self.averages.client = next(iter(self.replicas.values())).client
 

@@ -53,6 +53,19 @@ def Checkpointed(comm: commopt.HookState) -> None:
     dcp.load({"comm": commopt.Checkpointed(comm)}, checkpoint_id="checkpoint")
 
 
+def save_checkpoint(comm: commopt.HookState, ddp: DDP) -> None:
+    moment = comm.async_state_dict()  # copied beside training
+    content = {"model": ddp.module.state_dict(), "comm": moment.result()}
+    commopt.save_checkpoint(content, f"checkpoint-{dist.get_rank()}.pt")  # complete or absent
+
+
+def load_checkpoint(comm: commopt.HookState, ddp: DDP) -> None:
+    saved = commopt.load_checkpoint(f"checkpoint-{dist.get_rank()}.pt")
+    if saved is not None:  # else training begins
+        ddp.module.load_state_dict(saved["model"])
+        comm.load_state_dict(saved["comm"])
+
+
 def Gathered(comm: commopt.HookState) -> None:
     gathered = commopt.Gathered(comm)  # accelerator.register_for_checkpointing(gathered)
     saved = gathered.state_dict()  # every rank must call it; None on all but the first
