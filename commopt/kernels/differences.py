@@ -7,8 +7,8 @@ a small number and few of a large one. So not the length of a difference is code
 which the other end knows, plus the number of bits. 8 numbers share a top, and each takes as many bits as lie between
 its own exponent and that, 16 at most.
 
-A message: a head of 16 bytes (1 where numbers are packed, 7 zeros, the length of the message); for each 1024 numbers
-the highest top, 2 bytes; for each 64 a byte that tells which octets changed; the bits of these, one after the other,
+A message: a head of 16 bytes (twice their number, and 1 if they are packed; the length); for each 1024 numbers the
+highest top, 2 bytes; for each 64 a byte that tells which octets changed; the bits of these, one after the other,
 the lowest first; and 4 bits for each, how far its top is above the lowest that can be told, 15 below the highest. What
 would be longer than the numbers are is sent as these.
 """
@@ -125,16 +125,19 @@ def _packed(values: NDArray[np.uint16], base: NDArray[np.uint16], mantissa: int)
     ]
     packed = sum(map(len, parts)) <= 2 * len(values)
     body = np.concatenate(parts) if packed else values.astype("<u2").view(np.uint8)
-    head = np.array([packed, HEAD_NBYTES + len(body)], "<i8").view(np.uint8)
+    head = np.array([2 * len(values) + packed, HEAD_NBYTES + len(body)], "<i8").view(np.uint8)
     return np.concatenate([head, body])
 
 
 def _unpack(message: NDArray[np.uint8], values: NDArray[np.uint16], mantissa: int) -> bool:
     """Do as `unpack_difference`; return whether that is possible."""
     head, body = message[:HEAD_NBYTES], message[HEAD_NBYTES:]
-    if len(head) < HEAD_NBYTES or head[0] > 1 or int(head[8:].view("<i8")[0]) != len(message):
+    if len(head) < HEAD_NBYTES:
         return False
-    if not head[0]:
+    content, nbytes = map(int, head.view("<i8"))
+    if content >> 1 != len(values) or nbytes != len(message):
+        return False
+    if not content & 1:
         if body.nbytes != values.nbytes:
             return False
         values[:] = body.view("<u2")

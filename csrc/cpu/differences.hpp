@@ -15,7 +15,7 @@
 
 namespace COMMOPT_TARGET {
 
-constexpr std::int64_t DIFFERENCE_HEAD = 16;  // bytes: whether numbers are packed, 7 zeros, the length of the message
+constexpr std::int64_t DIFFERENCE_HEAD = 16;  // bytes: twice their number, and 1 if they are packed; the length
 constexpr std::int64_t OCTET = 8;             // numbers with a top of their own
 constexpr std::int64_t MASKED = 64;           // numbers to a byte that tells which octets changed
 constexpr std::int64_t SECTION = 1024;        // numbers to a highest top
@@ -149,9 +149,9 @@ inline Longs widths_of(Shorts sizes) {
     return (all & 0xffffffff) + (all >> 32);
 }
 
-inline void finish_difference(std::uint8_t* message, bool packed, std::int64_t nbytes) {
-    std::memset(message, 0, DIFFERENCE_HEAD);
-    message[0] = packed;
+inline void finish_difference(std::uint8_t* message, std::int64_t numel, bool packed, std::int64_t nbytes) {
+    const std::int64_t content = 2 * numel + packed;
+    std::memcpy(message, &content, 8);
     std::memcpy(message + 8, &nbytes, 8);
 }
 
@@ -212,7 +212,7 @@ inline std::int64_t pack_difference(const std::uint16_t* values, const std::uint
     std::uint8_t* end = writer.end();
     const std::int64_t nbytes = end - message + (count + 1) / 2;
     if (!fits || nbytes > limit) {
-        finish_difference(message, false, limit);
+        finish_difference(message, numel, false, limit);
         std::memcpy(message + DIFFERENCE_HEAD, values, 2 * numel);
         return limit;
     }
@@ -220,7 +220,7 @@ inline std::int64_t pack_difference(const std::uint16_t* values, const std::uint
     for (const std::uint8_t* two = tops.data(); two < tops.data() + count; two += 2) {
         *end++ = static_cast<std::uint8_t>(two[0] | two[1] << 4);
     }
-    finish_difference(message, true, nbytes);
+    finish_difference(message, numel, true, nbytes);
     return nbytes;
 }
 
@@ -248,11 +248,12 @@ inline Longs read_quads(const std::uint8_t* stream, const std::uint8_t* stop, st
 // Set `values`, which hold the base, to what was packed; return 0, or 1 for a message that pack_difference never makes.
 inline std::int64_t unpack_difference(const std::uint8_t* message, std::int64_t nbytes, std::int64_t numel,
                                       std::int64_t mantissa, std::uint16_t* values) {
-    std::int64_t told = 0;
+    std::int64_t content = 0, told = 0;
     if (nbytes < DIFFERENCE_HEAD) return 1;
+    std::memcpy(&content, message, 8);
     std::memcpy(&told, message + 8, 8);
-    if (told != nbytes || message[0] > 1) return 1;
-    if (message[0] == 0) {
+    if (told != nbytes || content >> 1 != numel) return 1;
+    if ((content & 1) == 0) {
         if (nbytes != DIFFERENCE_HEAD + 2 * numel) return 1;
         std::memcpy(values, message + DIFFERENCE_HEAD, 2 * numel);
         return 0;
