@@ -59,8 +59,8 @@ class Weights(ConciseRepr):
         compressor = self.compressor
         if self.exact and (compressor != Quantize(bits=8) or self.difference or self.dense or not self.second_copy):
             raise ConfigurationError(
-                f"{super().__repr__()} asks for exact weights and for something else; pass Weights(exact=True) alone: it "
-                f"compresses nothing, and always keeps the second copy"
+                f"{super().__repr__()} asks for exact weights and more; pass Weights(exact=True) alone: it compresses "
+                f"nothing, and always keeps the second copy"
             )
         if not isinstance(compressor, Compressor):
             raise ConfigurationError(
