@@ -105,7 +105,7 @@ def test_patches_are_short_and_old_files_go(tmp_path: Path) -> None:
     anchors = sorted(name for name in sizes if name.endswith("anchor"))
     assert anchors == ["000000000020.anchor", "000000000030.anchor"]
     assert min(sizes) == "000000000020.anchor"
-    assert max(nbytes for name, nbytes in sizes.items() if name.endswith("patch")) < 0.08 * 200_000
+    assert max(nbytes for name, nbytes in sizes.items() if name.endswith("patch")) < 0.1 * 200_000
     assert all(sizes[name] < 600_000 + 1000 for name in anchors)
 
 
@@ -438,7 +438,7 @@ def test_what_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.Mon
         {1: torch.ones(1)},
         {"w": torch.ones(2, dtype=torch.complex128)},
     ):
-        with pytest.raises(UnsupportedTensorError, match="is a|which has no form"):
+        with pytest.raises(UnsupportedTensorError, match=r"is a |which has no form"):
             writer.write(values)  # type: ignore[arg-type]
     assert writer.version is None
     for options in ({"anchor_every": 0}, {"anchor_every": 2.5}, {"keep_anchors": True}, {"keep_anchors": 0}):
