@@ -41,7 +41,7 @@ class DamagedError(ValueError):
 
 
 @dataclass(frozen=True)
-class Entry:
+class FileEntry:
     """A tensor in a file. coding: "raw", "same" as in the version before, or its "difference" to that."""
 
     name: str
@@ -57,7 +57,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Version:
+class VersionId:
     """A version of the weights. state: a name that no other has; previous: that of the one before, "" in an anchor."""
 
     number: int
@@ -84,12 +84,12 @@ def longest_nbytes(tensors: Tensors) -> int:
 # ------------------------------------------------------------------------------------------- written
 
 
-def encode(version: Version, tensors: Tensors, before: Tensors | None) -> bytes:
+def encode(version: VersionId, tensors: Tensors, before: Tensors | None) -> bytes:
     """Return a file. tensors: contiguous, on the CPU. before: those of the version before, None for an anchor."""
     entries, parts = [], []
     for (name, dtype, shape), values in zip(describe(tensors), tensors.values(), strict=True):
         coding, part = _encoded(values, None if before is None else before[name])
-        entries.append(Entry(name, dtype, shape, coding, len(part)))
+        entries.append(FileEntry(name, dtype, shape, coding, len(part)))
         parts.append(part)
     header = json.dumps({**asdict(version), "tensors": [list(asdict(each).values()) for each in entries]}).encode()
     if len(header) > _MOST_HEADER_NBYTES:
@@ -117,7 +117,7 @@ def _bytes(values: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------- read
 
 
-def decode(content: bytes) -> tuple[Version, list[Entry], memoryview]:
+def decode(content: bytes) -> tuple[VersionId, list[FileEntry], memoryview]:
     """Return what a whole file says, and its tensors' bytes. Raises DamagedError for another; allocates nothing."""
     fixed = len(_MAGIC) + _LENGTH_NBYTES
     if len(content) < fixed + _DIGEST_NBYTES or not content.startswith(_MAGIC):
@@ -130,7 +130,7 @@ def decode(content: bytes) -> tuple[Version, list[Entry], memoryview]:
         raise DamagedError(f"its header of {header_nbytes} bytes is longer than it is")
     try:
         header = json.loads(content[fixed : fixed + header_nbytes])
-        version = Version(
+        version = VersionId(
             _checked(header["number"], int), _checked(header["state"], str), _checked(header["previous"], str)
         )
         entries = [_entry(*each) for each in _checked(header["tensors"], list)]
@@ -148,9 +148,9 @@ def _checked(value: Any, kind: type) -> Any:
     return value
 
 
-def _entry(name: Any, dtype: Any, shape: Any, coding: Any, nbytes: Any) -> Entry:
+def _entry(name: Any, dtype: Any, shape: Any, coding: Any, nbytes: Any) -> FileEntry:
     sizes = tuple(_checked(size, int) for size in _checked(shape, list))
-    entry = Entry(_checked(name, str), _checked(dtype, str), sizes, coding, _checked(nbytes, int))
+    entry = FileEntry(_checked(name, str), _checked(dtype, str), sizes, coding, _checked(nbytes, int))
     if dtype not in _DTYPES or len(sizes) > _MOST_DIMENSIONS or any(not 0 <= size < 2**62 for size in sizes):
         raise ValueError(f"{name!r} has dtype {dtype!r} and shape {shape}")
     whole = entry.whole_nbytes
@@ -162,14 +162,14 @@ def _entry(name: Any, dtype: Any, shape: Any, coding: Any, nbytes: Any) -> Entry
     return entry
 
 
-def anchored(entries: list[Entry], body: memoryview) -> dict[str, Tensor]:
+def anchored(entries: list[FileEntry], body: memoryview) -> dict[str, Tensor]:
     """Return the tensors of an anchor. Raises DamagedError for a patch."""
     if any(entry.coding != _RAW for entry in entries):
         raise DamagedError("it is no anchor")
     return {entry.name: _raw(entry, part) for entry, part in _parts(entries, body)}
 
 
-def patched(entries: list[Entry], body: memoryview, before: Tensors) -> dict[str, Tensor]:
+def patched(entries: list[FileEntry], body: memoryview, before: Tensors) -> dict[str, Tensor]:
     """Return the tensors that a patch makes of those before, which stay; what is the same is shared.
 
     Raises DamagedError where it is about others.
@@ -191,14 +191,14 @@ def patched(entries: list[Entry], body: memoryview, before: Tensors) -> dict[str
     return found
 
 
-def _parts(entries: list[Entry], body: memoryview) -> Iterator[tuple[Entry, memoryview]]:
+def _parts(entries: list[FileEntry], body: memoryview) -> Iterator[tuple[FileEntry, memoryview]]:
     at = 0
     for entry in entries:
         yield entry, body[at : at + entry.nbytes]
         at += entry.nbytes
 
 
-def _raw(entry: Entry, part: memoryview) -> Tensor:
+def _raw(entry: FileEntry, part: memoryview) -> Tensor:
     dtype = _DTYPES[entry.dtype]
     values = torch.frombuffer(bytearray(part), dtype=torch.uint8) if part else torch.empty(0, dtype=torch.uint8)
     if dtype == torch.bool and part and int(values.max()) > 1:

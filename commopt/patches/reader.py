@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from commopt.errors import ConfigurationError
-from commopt.patches.encoding import DamagedError, Version, anchored, decode, describe, longest_nbytes, patched
+from commopt.patches.encoding import DamagedError, VersionId, anchored, decode, describe, longest_nbytes, patched
 from commopt.patches.storage import File, storage_at
 
 _log = logging.getLogger("commopt")
@@ -36,7 +36,7 @@ class Reader:
             raise ConfigurationError("Reader(like=) wants tensors by name, for example model.state_dict()")
         self._like = None if like is None else describe(like)
         self._most_nbytes = None if like is None else longest_nbytes(like)
-        self._current: tuple[Version | None, dict[str, Tensor]] = None, {}
+        self._current: tuple[VersionId | None, dict[str, Tensor]] = None, {}
         self._passed_over: set[File] = set()
 
     @property
@@ -107,7 +107,7 @@ class Reader:
         if self._most_nbytes is not None and nbytes > self._most_nbytes:
             raise DamagedError(f"its {nbytes} bytes are more than the {self._most_nbytes} that it can need")
 
-    def _taken(self, file: File, content: bytes) -> tuple[Version, dict[str, Tensor]] | None:
+    def _taken(self, file: File, content: bytes) -> tuple[VersionId, dict[str, Tensor]] | None:
         """Return a version and its tensors; None for a patch of other weights, which a new writer has made."""
         self._require_short(len(content))
         version, entries, body = decode(content)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from commopt.errors import ConfigurationError, UnsupportedTensorError
-from commopt.patches.encoding import Version, describe, encode, supported
+from commopt.patches.encoding import VersionId, describe, encode, supported
 from commopt.patches.storage import File, storage_at
 
 
@@ -58,13 +58,13 @@ class Writer:
         follows = bool(self._state) and describe(copies) == describe(self._tensors)
         previous, self._state = self._state, ""
         self._number += 1
-        version = Version(self._number, uuid4().hex, previous)
+        version = VersionId(self._number, uuid4().hex, previous)
         if follows:
             content = encode(version, copies, self._tensors)
             self._storage.write(File(self._number, "patch"), content)
         self._since_anchor += 1
         if not follows or self._since_anchor >= self.anchor_every:
-            anchor = Version(self._number, version.state, "")
+            anchor = VersionId(self._number, version.state, "")
             self._storage.write(File(self._number, "anchor"), encode(anchor, copies, None))
             self._since_anchor = 0
             self._delete_old()
