@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ import commopt
 from commopt import Communicator, Flat, Quantize
 from commopt.errors import ConfigurationError
 from commopt.feedback import Scratch
+from commopt.groups import Team
 from commopt.kernels.differences import HEAD_NBYTES
 from commopt.sharded import Weights
 from commopt.sharded.exact import Differences
@@ -46,7 +47,7 @@ def bits_of(model: Any) -> list[Tensor]:
 
 def trained(rank: int, world: int, mode: str, stock: bool) -> tuple[bool, bool, bool, int]:
     """Return whether losses, weights and what a layer computed with are those of a model without `weights`."""
-    ends = []
+    ends: list[Any] = []
     for weights in (None, EXACT):
         model = made(**MODES[mode])
         state = None
@@ -75,7 +76,7 @@ def test_every_bit_is_stock_fsdp_s() -> None:
     assert all(all(same) for *same, _ in run(trained, 2, "bf16", True, nodes=(1, 1)))
 
 
-CHANGES: dict[str, Callable[[Any, Any, Any], None]] = {
+CHANGES: dict[str, Callable[[Any, Any, Any], object]] = {
     "a step": lambda model, state, other: None,
     "load_state_dict": lambda model, state, other: model.load_state_dict(other.state_dict()),
     "invalidate": lambda model, state, other: state.invalidate(),
@@ -133,7 +134,11 @@ def crossing(rank: int, world: int) -> list[tuple[bool, int, list[int], tuple[in
         draws = torch.Generator().manual_seed(step + 1)
         everyone = (everyone.float() + rate * torch.randn(world, 100_000, generator=draws)).bfloat16()
         sent: list[int] = []
-        with overheard(lambda team, what, nbytes, _, sent=sent: sent.append(nbytes)):
+
+        def listen(team: Team, primitive: str, nbytes: int, roots: Sequence[int], sent: list[int] = sent) -> None:
+            sent.append(nbytes)
+
+        with overheard(listen):
             exchange.exchange(everyone[rank], mine, team, scratch)
         found.append((torch.equal(mine.view(torch.int16), everyone.view(torch.int16)), step, sent, exchange.lengths))
     return found
@@ -175,10 +180,8 @@ def test_a_resumed_training_goes_on_with_the_same_bits() -> None:
 
 def refused(rank: int, world: int) -> list[str]:
     said = []
-    for how, weights in (
-        ({}, EXACT),
-        ({"options": BF16}, EXACT if rank else Weights()),
-    ):
+    cases: list[tuple[dict[str, Any], Weights]] = [({}, EXACT), ({"options": BF16}, EXACT if rank else Weights())]
+    for how, weights in cases:
         with pytest.raises(commopt.errors.CommoptError) as caught:
             commopt.attach(made(**how), Flat(), weights=weights)
         said.append(str(caught.value))
