@@ -438,11 +438,11 @@ def test_what_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.Mon
         {"w": torch.ones(2, dtype=torch.complex128)},
     ):
         with pytest.raises(UnsupportedTensorError, match=r"is a |which has no form"):
-            writer.write(values)
+            writer.write(values)  # type: ignore[arg-type]
     assert writer.version is None
     for options in ({"anchor_every": 0}, {"anchor_every": 2.5}, {"keep_anchors": True}, {"keep_anchors": 0}):
         with pytest.raises(ConfigurationError, match="no positive whole number"):
-            Writer(tmp_path, **options)  # type: ignore[arg-type]
+            Writer(tmp_path, **options)
     (tmp_path / "file").write_text("")
     for make, words in (
         (lambda: Reader(tmp_path / "file"), "give the folder"),
