@@ -121,8 +121,8 @@ class Remote(Storage):
             from fsspec.core import url_to_fs
         except ImportError:
             raise ConfigurationError(
-                f"{address} is an address for fsspec, which is not installed; pip install fsspec, and the package that it "
-                f"needs for this one, or give a folder"
+                f"{address} is an address for fsspec, which is not installed; pip install fsspec, and the package "
+                f"that it needs for this one, or give a folder"
             ) from None
         try:
             self._fs, self._path = url_to_fs(address)
