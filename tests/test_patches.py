@@ -171,7 +171,7 @@ class Dying:
         name = file.name
         if isinstance(self._storage, Folder):
             self._storage._path.mkdir(parents=True, exist_ok=True)
-            (self._storage._path / f"{name}.unfinished").write_bytes(content[:written])
+            (self._storage._path / f"{name}.0123abcd.unfinished").write_bytes(content[:written])
         elif written:
             assert isinstance(self._storage, Remote)
             self._storage._fs.pipe_file(self._storage._at(file), content[:written])
@@ -281,6 +281,15 @@ def test_a_writer_whose_storage_fails_goes_on_with_an_anchor(tmp_path: Path, mon
     reader.update()
     assert (tmp_path / f"{number:012d}.anchor").exists()
     assert same(reader.tensors, weights(2))
+
+
+def test_a_new_writer_removes_what_a_killed_one_left_long_ago_and_nothing_else(tmp_path: Path) -> None:
+    names = ("000000000001.patch.0123abcd.unfinished", "000000000002.patch.4567abcd.unfinished", "my.unfinished")
+    for name, age_s in zip(names, (7200, 10, 7200), strict=True):
+        (tmp_path / name).write_text("")
+        os.utime(tmp_path / name, (time.time() - age_s,) * 2)
+    Writer(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == set(names[1:])
 
 
 def test_two_writers_at_one_address_mix_no_weights(tmp_path: Path) -> None:

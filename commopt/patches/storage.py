@@ -5,16 +5,19 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from abc import ABC, abstractmethod
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 from commopt.errors import ConfigurationError
 
 _NAME = re.compile(r"(\d{12})\.(anchor|patch)")
-_UNFINISHED = ".unfinished"
+_UNFINISHED = re.compile(_NAME.pattern + r"\.[0-9a-f]{8}\.unfinished")
+_LEFT_AFTER_S = 3600.0
 
 
 @dataclass(frozen=True, order=True)
@@ -89,7 +92,7 @@ class Folder(Storage):
     def write(self, file: File, content: bytes) -> None:
         """Make a file: whole or not at all, also when the machine stops."""
         self._path.mkdir(parents=True, exist_ok=True)
-        unfinished = self._path / (file.name + _UNFINISHED)
+        unfinished = self._path / f"{file.name}.{token_hex(4)}.unfinished"
         with unfinished.open("wb") as target:
             target.write(content)
             target.flush()
@@ -106,10 +109,11 @@ class Folder(Storage):
         (self._path / file.name).unlink(missing_ok=True)
 
     def clean(self) -> None:
-        """Remove unfinished files."""
-        for path in self._path.glob(f"*{_UNFINISHED}"):
-            if _NAME.fullmatch(path.name.removesuffix(_UNFINISHED)):
-                path.unlink(missing_ok=True)
+        """Remove unfinished files that nobody has written to for an hour."""
+        for path in self._path.glob("*.unfinished"):
+            with suppress(FileNotFoundError):
+                if _UNFINISHED.fullmatch(path.name) and path.stat().st_mtime < time.time() - _LEFT_AFTER_S:
+                    path.unlink()
 
 
 class Remote(Storage):
