@@ -39,6 +39,8 @@ MEMORY = "memory beside DDP's by the formula of the preset's docstring"
 SAME_PLAN = "the same plan everywhere"
 TORCHS_BITS = "FSDP2's modes leave torch's bits"
 EQUAL_WEIGHTS = "all ranks compute with equal weights, none of them stale"
+EXACT_WEIGHTS = "exact weights have FSDP's own bits, in no more bytes"
+FOLLOWED = "a reader has the bits of a version that was written, or none"
 ADAMW = "without compression, `adam=` is torch's AdamW"
 FALLS_BEHIND = "`auto` leaves a strategy by which the model falls behind exact averages"
 NEVER_SLOWER = "never slower in silence"
@@ -447,6 +449,38 @@ FAULTS: tuple[Fault, ...] = (
         ("test_sharded_1d",),
     ),
     Fault(
+        "a rank's own row of the second copy stays behind",
+        "commopt/sharded/exact.py",
+        "                copy[rank].copy_(source)\n",
+        "",
+        EXACT_WEIGHTS,
+        ("test_sharded_exact",),
+    ),
+    Fault(
+        "the rest of a long message is not sent",
+        "commopt/sharded/exact.py",
+        "        if most > first:\n",
+        "        if most > 2 * first:\n",
+        EXACT_WEIGHTS,
+        ("test_sharded_exact",),
+    ),
+    Fault(
+        "a patch is applied to any weights of its number",
+        "commopt/patches/reader.py",
+        "if current is None or version.previous != current.state:",
+        "if current is None:",
+        FOLLOWED,
+        ("test_patches",),
+    ),
+    Fault(
+        "a writer whose storage failed goes on with a patch",
+        "commopt/patches/writer.py",
+        'previous, self._state = self._state, ""',
+        "previous = self._state",
+        FOLLOWED,
+        ("test_patches",),
+    ),
+    Fault(
         "eps is not corrected as the second moment is",
         "commopt/aggregate/adam.py",
         "least = root * self.eps\n",
@@ -634,5 +668,13 @@ FAULTS: tuple[Fault, ...] = (
         "std::max<int>(largest, ELSEWHERE)",
         "csrc/cpu: the reference's bits",
         ("test_packed", "test_cpu_kernels"),
+    ),
+    Fault(
+        "a difference of 16 bits loses its highest",
+        "csrc/cpu/differences.hpp",
+        "widths[at] = std::min<std::uint16_t>(width, 16);",
+        "widths[at] = std::min<std::uint16_t>(width, 15);",
+        "csrc/cpu: the reference's bits",
+        ("test_differences",),
     ),
 )

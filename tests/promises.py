@@ -168,6 +168,18 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
             "test_sharded_1d.py::test_no_forward_computes_with_weights_of_before[True]",
         ),
     },
+    "exact weights have FSDP's own bits, in no more bytes": {
+        "flat": (
+            "test_sharded_exact.py::test_every_bit_is_as_without[bf16]",
+            "test_sharded_exact.py::test_no_forward_computes_with_other_bits_and_no_jump_costs_more_than_raw",
+        ),
+    },
+    "a reader has the bits of a version that was written, or none": {
+        "flat": (
+            "test_patches.py::test_a_writer_may_be_killed_at_every_byte[folder-97]",
+            "test_patches.py::test_a_damaged_file_is_named_and_passed_over[000000000003.patch]",
+        ),
+    },
     "without compression, `adam=` is torch's AdamW": {
         "onebit": (
             "test_adam.py::test_without_compression_it_is_adamw[1+1-True-200-1]",
@@ -223,6 +235,12 @@ WITHOUT: dict[str, dict[str, str]] = {
         **dict.fromkeys(("flat", "hierarchical", "cast", "onebit"), "weights travel as they do with the quantized"),
         **dict.fromkeys(("dgc", "powersgd", "local_sgd", "auto"), "refused for models sharded over all ranks"),
     },
+    "exact weights have FSDP's own bits, in no more bytes": dict.fromkeys(
+        ("hierarchical", *LOSSY, "local_sgd", "auto"), "weights travel as they do with flat, or not at all"
+    ),
+    "a reader has the bits of a version that was written, or none": dict.fromkeys(
+        ("hierarchical", *LOSSY, "local_sgd", "auto"), "files do not see how gradients were averaged"
+    ),
     "without compression, `adam=` is torch's AdamW": {
         **dict.fromkeys(("flat", "hierarchical", "local_sgd", "auto"), "takes no adam="),
         **dict.fromkeys(("cast", "quantized"), "compressed as with one bit"),

@@ -26,6 +26,7 @@ LAYERS = (
     "commopt.hooks",
     "commopt.sharded",
     "commopt.server",
+    "commopt.patches",
     "commopt.attached",
     "commopt.collectives",
     "commopt.schedule",

@@ -108,7 +108,20 @@ def test_metadata(metadata: Message) -> None:
     assert metadata["Requires-Python"] == ">=3.10"
     requirements = metadata.get_all("Requires-Dist", [])
     assert {line for line in requirements if "extra" not in line} == {"torch>=2.7", "numpy>=1.24"}
-    extras = {"cuda12", "cuda13", "plot", "cli", "nvml", "integrations", "engines", "docs", "demo", "test", "dev"}
+    extras = {
+        "cuda12",
+        "cuda13",
+        "patches",
+        "plot",
+        "cli",
+        "nvml",
+        "integrations",
+        "engines",
+        "docs",
+        "demo",
+        "test",
+        "dev",
+    }
     assert set(metadata.get_all("Provides-Extra", [])) == extras
 
 

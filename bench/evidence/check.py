@@ -36,6 +36,13 @@ MEASURES: Mapping[str, Sequence[str]] = {
     "compressors": (*_AVERAGING, "bench/compressors"),
     "exposed": (*_AVERAGING, "bench/gpu"),
     "convergence": _CONVERGENCE,
+    "exact_weights": (
+        "commopt/kernels/differences.py",
+        "commopt/sharded/exact.py",
+        "commopt/sharded/all_gather.py",
+        "csrc/cpu/differences.hpp",
+        "bench/evidence/exact_weights.py",
+    ),
     "gpu": ("commopt", "csrc", "bench/gpu", "tests"),
     "hook_overhead": (*_STEP, "bench/evidence/hook_overhead.py"),
     "kernels": ("commopt/kernels", "csrc", "bench/kernels"),

@@ -168,6 +168,7 @@ NOTES: Mapping[str, str] = {
 WEIGHTS: Mapping[str, commopt.Weights] = {
     "weights8": commopt.Weights(commopt.Quantize(bits=8), second_copy=True),
     "weights4": commopt.Weights(commopt.Quantize(bits=4), second_copy=True, difference=True),
+    "weights_exact": commopt.Weights(exact=True),
 }
 """What may follow a strategy of --parallel fsdp after a plus sign."""
 

@@ -353,8 +353,10 @@ class SentBytes:
         """Count one plain all_reduce beside those of gradients."""
         self.count(_FLAT, anonymous(numel), dtype, device, step, team)
 
-    def count_calls(self, key: Hashable, calls: Callable[[], Sequence[Action]], team: TeamShape) -> None:
-        """Count one message of another kind. calls: describes it, as all with an equal `key`."""
+    def count_calls(
+        self, key: Hashable, calls: Callable[[], Sequence[Action]], team: TeamShape, times: int = 1
+    ) -> None:
+        """Count messages of another kind. calls: describes one, as all with an equal `key`."""
         alike = self._known.get(key)
         if alike is None:
 
@@ -362,7 +364,7 @@ class SentBytes:
                 return sum((each.wire_bytes(team) for each in calls() if isinstance(each, Call)), WireBytes())
 
             alike = self._known[key] = _SentAlike(nbytes, lambda step: 0)
-        alike.before[0] += 1
+        alike.before[0] += times
 
     def wire_bytes(self) -> WireBytes:
         """Return the payload this rank has sent so far."""

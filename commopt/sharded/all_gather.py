@@ -2,7 +2,7 @@
 """The weights of an FSDP2 parameter group come to every rank: compressed across nodes, exact inside.
 
 Every rank computes with decoded weights, those of its own shard too, so all compute with equal weights. The shards that
-the optimizer steps stay exact, so errors do not add up.
+the optimizer steps stay exact, so errors do not add up. With exact=True decoded weights are the shards' own bits.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from commopt.concise_repr import ConciseRepr
 from commopt.errors import ConfigurationError
 from commopt.feedback import Scratch, checked_patterns
 from commopt.groups import Team, TeamShape
+from commopt.kernels.differences import MANTISSA
+from commopt.sharded.exact import Differences
 from commopt.sharded.shards import Parts, ShardOrder
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -27,6 +29,8 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 @dataclass(frozen=True, repr=False)
 class Weights(ConciseRepr):
     """How FSDP2's weights travel between nodes on a 1-D mesh, for `attach(weights=)`. None: exact, by FSDP.
+
+    Weights(exact=True): exact too, in fewer bytes.
 
     Weights are of float32, bfloat16 or float16, the dtype that they are computed with; others are gathered exactly.
 
@@ -39,6 +43,8 @@ class Weights(ConciseRepr):
         The error of one crossing is in the next difference, so 4 bits suffice. The first crossing is exact, and so is
         the next one after `invalidate()` and `load_state_dict`.
     dense: patterns of parameter names, as in fnmatch, that travel uncompressed, beside those that would not shrink.
+    exact: send the difference of bfloat16 or float16 weights to the second copy without loss, on CPUs: never more bytes
+        than the weights have, and 16. Takes no other argument. Weights of other dtypes are gathered by FSDP.
 
     Raises ConfigurationError for anything else; `attach` does, on every rank, for nodes with unequal numbers of ranks.
     """
@@ -47,9 +53,15 @@ class Weights(ConciseRepr):
     second_copy: bool = True
     difference: bool = False
     dense: tuple[str, ...] = ()
+    exact: bool = False
 
     def __post_init__(self) -> None:
         compressor = self.compressor
+        if self.exact and (compressor != Quantize(bits=8) or self.difference or self.dense or not self.second_copy):
+            raise ConfigurationError(
+                f"{super().__repr__()} asks for exact weights and more; pass Weights(exact=True) alone: it compresses "
+                f"nothing, and always keeps the second copy"
+            )
         if not isinstance(compressor, Compressor):
             raise ConfigurationError(
                 f"Weights({compressor!r}) needs a Compressor, for example Weights(commopt.Quantize(bits=8))"
@@ -68,6 +80,9 @@ class Weights(ConciseRepr):
                 "second_copy"
             )
         object.__setattr__(self, "dense", checked_patterns("Weights", self.dense))
+
+    def __repr__(self) -> str:
+        return "Weights(exact=True)" if self.exact else super().__repr__()
 
 
 class AllGather:
@@ -94,11 +109,13 @@ class AllGather:
         self.copy: Tensor | None = None
         self.base: Tensor | None = None
         self.crossings = 0
+        self.differences = Differences() if weights.exact else None
 
     def takes(self, output: Tensor, source: Tensor) -> bool:
         """Return whether it can gather these: floats, laid out as FSDP does without extensions, over all ranks."""
         shard_numel = sum(part.padded for part in self.parts)
-        return output.dtype in _FLOATS and (source.numel(), output.numel()) == (
+        dtypes = MANTISSA if self.weights.exact else _FLOATS
+        return output.dtype in dtypes and (source.numel(), output.numel()) == (
             shard_numel,
             shard_numel * self.team.size,
         )
@@ -113,14 +130,16 @@ class AllGather:
     def calls(self, dtype: torch.dtype, *, crosses: bool = True, exact: bool = False) -> tuple[Action, ...]:
         """Return, in order, the actions of this rank in one gather, in the form of Aggregator.calls.
 
-        crosses: not from the second copy. exact: the first crossing of differences.
+        crosses: not from the second copy. exact: the first crossing of differences. Of exact ones nobody knows before
+        they are packed how long they are: `packed_calls` are for them.
         """
-        rows, inside, across = self.rows(dtype), self._inside, self._across
+        inside, across = self._inside, self._across
         numel = sum(part.padded for part in self.parts)
         actions: tuple[Action, ...] = ()
         if crosses and exact:
             actions = call(across, "all_gather", numel * dtype.itemsize)
-        elif crosses:
+        elif crosses and not self.weights.exact:
+            rows = self.rows(dtype)
             actions = (
                 *(work("encode", each.compressor, each.layout.numel // across.size) for each in rows.regions),
                 *call(across, "all_gather", rows.nbytes),
@@ -131,10 +150,14 @@ class AllGather:
             actions = (*actions, work("copy", "", numel * self.team.size))
         return actions
 
+    def packed_calls(self, nbytes: int) -> tuple[Action, ...]:
+        """Return the call that sends so many bytes of packed differences."""
+        return call(self._across, "all_gather", nbytes)
+
     @property
     def is_exact_next(self) -> bool:
         """Whether the next crossing sends the shards themselves."""
-        return self.weights.difference and self.copy is None and self.base is None
+        return (self.weights.difference or self.weights.exact) and self.copy is None and self.base is None
 
     def own_row(self) -> Tensor | None:
         """Return this rank's row of the second copy, or what it begins with; None where there is none yet."""
@@ -175,6 +198,13 @@ class AllGather:
         across = self._across
         assert isinstance(across, Team)
         shape = (across.size, source.numel())
+        if self.differences is not None:
+            if self.copy is None:
+                self.differences.lengths = ()
+                across.all_gather((copy := source.new_empty(shape)).view(-1), source.contiguous())
+                return copy
+            self.differences.exchange(source.contiguous(), self.copy, across, scratch)
+            return self.copy
         if self.weights.difference:
             if self.copy is None:
                 copy, first = source.new_empty(shape), source if self.base is None else self.base.to(source)

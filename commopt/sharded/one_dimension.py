@@ -22,6 +22,7 @@ from commopt.feedback import Layout, ResidualStore, spread
 from commopt.feedback.checkpoint import field, refuse
 from commopt.groups import WireBytes
 from commopt.groups.team import all_gather_single
+from commopt.kernels.differences import MANTISSA
 from commopt.lanes import LaneClient
 from commopt.sharded import seams
 from commopt.sharded.all_gather import AllGather, Weights
@@ -125,6 +126,8 @@ class OneDimension(Backwards):
     def gather(self, group: ParameterGroup, output: Tensor, source: Tensor) -> None:
         """Fill `output` with the weights of a group: across, or before and in backward from the second copy."""
         gather = self.gathers[group]
+        if gather.weights.exact and gather.copy is not None and gather.copy.dtype != source.dtype:
+            gather.copy = None
         # A forward that backward repeats (activation checkpointing) must see what the first one saw.
         backward = seams.is_before_backward(group) or torch._C._current_graph_task_id() != -1
         crosses = gather.copy is None or not backward
@@ -140,6 +143,9 @@ class OneDimension(Backwards):
                 gather(output, source, self.store.scratch, crosses=crosses)
 
         self.client.submit(f"weights of {_title(gather.parts)}", task, output, (source,), numel=output.numel()).wait()
+        if crosses and gather.differences is not None:
+            nbytes = sum(gather.differences.lengths)
+            self.sent.count_calls((group, "packed"), partial(gather.packed_calls, 1), team, times=nbytes)
 
     def forget_copies(self, *, bases: bool) -> None:
         """Drop second copies, to be made anew. bases: also those from a checkpoint that no gather has used yet."""
@@ -275,7 +281,25 @@ def require_attachable(groups: Sequence[ParameterGroup], weights: object) -> Non
             "this model has another parallelism beside a 1-D FSDP2 mesh, which commopt does not know there; use a "
             "2-D mesh (HSDP) beside it"
         )
+    if isinstance(weights, Weights) and weights.exact:
+        _require_packable(groups)
     if not (weights is None or isinstance(weights, Weights)):
         raise ConfigurationError(
             f"weights={weights!r} is no commopt.Weights; pass for example commopt.Weights(commopt.Quantize(bits=8))"
+        )
+
+
+def _require_packable(groups: Sequence[ParameterGroup]) -> None:
+    for group in groups:
+        if group.device.type != "cpu":
+            raise ConfigurationError(
+                f"Weights(exact=True) packs weights on CPUs, and {group.parts[0].name} is on {group.device}; leave it "
+                f"out: weights are then exact too, in 16 bits each"
+            )
+    dtypes = {group.compute_dtype for group in groups}
+    if not dtypes & MANTISSA.keys():
+        raise ConfigurationError(
+            f"Weights(exact=True) packs bfloat16 and float16, and this model computes in "
+            f"{', '.join(sorted(map(str, dtypes)))}; pass MixedPrecisionPolicy(param_dtype=torch.bfloat16) to "
+            f"fully_shard, or leave it out: weights are then exact too"
         )

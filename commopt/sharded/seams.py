@@ -116,6 +116,13 @@ class ParameterGroup:
         return dtype
 
     @property
+    def compute_dtype(self) -> torch.dtype:
+        """In which its weights are computed with, those of the first parameter where they differ."""
+        first = self._raw.fsdp_params[0]
+        dtype: torch.dtype = first.mp_policy.param_dtype or first.sharded_param.dtype
+        return dtype
+
+    @property
     def has_hook(self) -> bool:
         """Whether somebody has set an all-reduce hook."""
         return self._raw._all_reduce_hook is not None

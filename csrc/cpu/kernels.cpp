@@ -3,6 +3,7 @@
 #include "kernels.hpp"
 
 #include "blocks.hpp"
+#include "differences.hpp"
 #include "factors.hpp"
 #include "lowrank.hpp"
 #include "packing.hpp"
@@ -19,7 +20,7 @@
 const Kernels TABLE(COMMOPT_TARGET) = {
     TEXT(COMMOPT_TARGET),   KERNEL(lowrank_project), KERNEL(lowrank_refresh), KERNEL(lowrank_decode),
     KERNEL(lowrank_begin),  KERNEL(lowrank_back),    KERNEL(lowrank_finish),  KERNEL(orthogonalize),
-    KERNEL(pack),           KERNEL(unpack),          KERNEL(sum_bfloat16),    KERNEL(encode),
-    KERNEL(recode),         KERNEL(decode),          KERNEL(copy),            KERNEL(sparse_select),
-    KERNEL(sparse_scatter), KERNEL(sparse_sum),
+    KERNEL(pack),           KERNEL(unpack),          KERNEL(pack_difference), KERNEL(unpack_difference),
+    KERNEL(sum_bfloat16),   KERNEL(encode),          KERNEL(recode),          KERNEL(decode),
+    KERNEL(copy),           KERNEL(sparse_select),   KERNEL(sparse_scatter),  KERNEL(sparse_sum),
 };

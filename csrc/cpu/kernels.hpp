@@ -34,6 +34,10 @@ struct Kernels {
     std::int64_t (*pack)(const std::uint16_t* values, std::int64_t numel, std::uint8_t* packed, std::uint8_t* beyond);
     void (*unpack)(const std::uint8_t* packed, const std::uint8_t* beyond, std::int64_t beyond_nbytes,
                    std::int64_t numel, std::uint16_t* values);
+    std::int64_t (*pack_difference)(const std::uint16_t* values, const std::uint16_t* base, std::int64_t numel,
+                                    std::int64_t mantissa, std::uint8_t* message);
+    std::int64_t (*unpack_difference)(const std::uint8_t* message, std::int64_t nbytes, std::int64_t numel,
+                                      std::int64_t mantissa, std::uint16_t* values);
     void (*sum_bfloat16)(const std::uint16_t* rows, std::int64_t apart, std::int64_t count, std::int64_t numel,
                          float* total);
     void (*encode)(std::int64_t codec, const void* values, std::int64_t dtype, std::int64_t numel, double scale,

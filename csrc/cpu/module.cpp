@@ -67,6 +67,8 @@ PYBIND11_MODULE(_cpu, module) {
     define(module, "orthogonalize", &Kernels::orthogonalize);
     define(module, "pack", &Kernels::pack);
     define(module, "unpack", &Kernels::unpack);
+    define(module, "pack_difference", &Kernels::pack_difference);
+    define(module, "unpack_difference", &Kernels::unpack_difference);
     define(module, "sum_bfloat16", &Kernels::sum_bfloat16);
     define(module, "encode", &Kernels::encode);
     define(module, "recode", &Kernels::recode);
