@@ -165,6 +165,10 @@ class LocalSGD(Aggregator):
         reach = team.intra if self._stays_inside(team, buffer.step) else team
         return () if reach is None else self.gradients.calls(buffer, reach)
 
+    def reach(self, team: Team, step: int | None) -> Team | None:
+        """Return the node from `start_step` on, None for a node of one rank."""
+        return team.intra if self._stays_inside(team, step) else team
+
     def phase(self, step: int) -> int:
         """Return the earliest step that reaches as far and sends as much."""
         earliest = self.gradients.phase(step)

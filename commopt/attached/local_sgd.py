@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from typing import Any
 from weakref import finalize, ref
@@ -17,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from commopt.aggregate import Aggregator, LocalSGD
 from commopt.attached.optimizer_steps import OptimizerSteps
 from commopt.attached.reduction import Reduction, SentBytes, Step
+from commopt.attached.step_weights import factor_of
 from commopt.errors import ConfigurationError
 from commopt.feedback import Layout, Piece, ResidualStore
 from commopt.feedback.checkpoint import field, refuse, required
@@ -105,6 +108,9 @@ class ParameterAverages:
         self._layouts: dict[Layout, Layout] = {}
         self._turn = -1  # the steps before the last one
         self._before_write = before_write
+        self._weights: list[float] | None = (
+            None  # of this node since each fragment's round; None while nobody gives any
+        )
         self._averaged_at: int | None = 0  # the steps after which all nodes have been given the same
         self._first_round: Agreement | None = None
         self._looked = False  # whether nodes were seen to learn by themselves
@@ -167,15 +173,25 @@ class ParameterAverages:
             self._averaged_at = None
             number = average.round_after(steps)
             call = f"round {number} of the parameters, after {steps} optimizer steps"
-            agreement = self._agree_on(client, call) if leave else client.agree(call)
+            weights = None if self._weights is None else [self._weights[each] for each in leave]
+            agreement = self._agree_on(client, call, weights) if leave else client.agree(call)
             if begins:
                 self._drop_anchor(client, agreement)
-            for fragment in leave:
+            for place, fragment in enumerate(leave):
+                weight = None if weights is None else partial(_factor_of_node, client, agreement, place)
                 self._underway[fragment] = [
-                    self._send(client, bucket, by, number, agreement) for bucket, by in self._buckets(fragment)
+                    self._send(client, bucket, by, number, agreement, weight=weight)
+                    for bucket, by in self._buckets(fragment)
                 ]
+                if self._weights is not None:
+                    self._weights[fragment] = 0.0
         for fragment in land:
             self._land(fragment)
+
+    def add_weight(self, weight: float) -> None:
+        """Take note of what the gradients of this node counted for in a step."""
+        before = [0.0] * self._average.fragments if self._weights is None else self._weights
+        self._weights = [each + weight for each in before]
 
     def run(self, client: LaneClient, call: str) -> None:
         """Take the exact mean now, whatever is due and without changing it; collective. Returns as `take_turn` does.
@@ -200,12 +216,15 @@ class ParameterAverages:
 
     # ------------------------------------------------------------------------------------- looking at others
 
-    def _agree_on(self, client: LaneClient, call: str) -> Agreement:
-        """Let all ranks find out whether they are at the same round; the first time also what they hold."""
+    def _agree_on(self, client: LaneClient, call: str, weights: list[float] | None) -> Agreement:
+        """Let all ranks find out whether they are at the same round, and the weights of its fragments.
+
+        The first time also what they hold.
+        """
         if self._looked:
-            return client.agree(call)
+            return client.agree(call, weights=weights)
         self._looked = True
-        self._first_round = client.agree(call, parameters=_digest(self._read()))
+        self._first_round = client.agree(call, parameters=_digest(self._read()), weights=weights)
         return self._first_round
 
     def _look_at_first_round(self) -> None:
@@ -262,22 +281,31 @@ class ParameterAverages:
         number: int,
         agreement: Agreement,
         adds: bool | None = None,
+        weight: Callable[[], float] | None = None,
     ) -> _Flight:
         average = self._average
         if adds is None:
             adds = average.delay > 0 or average.merge < 1
         flight = _Flight(bucket, bucket.values(copy=adds), adds, agreement)
         # Over all ranks though those of a node agree: in DDP's join() they may not, and inside a node it is cheap.
-        return self._submit(client, flight, by, number, 1.0 / client.team.size)
+        return self._submit(client, flight, by, number, 1.0 / client.team.size, weight)
 
-    def _submit(self, client: LaneClient, flight: _Flight, by: Aggregator, number: int, scale: float) -> _Flight:
+    def _submit(
+        self,
+        client: LaneClient,
+        flight: _Flight,
+        by: Aggregator,
+        number: int,
+        scale: float,
+        weight: Callable[[], float] | None = None,
+    ) -> _Flight:
         """Queue the message of a flight, of round `number` of its bucket."""
         values, agreement = flight.values, flight.agreement
         assert agreement is not None  # nothing is sent without one
         layout = flight.bucket.layout
         layout = self._layouts.setdefault(layout, layout)  # one object for all rounds
         base = values.clone() if flight.adds else None
-        step = Step(number, self._store if by.residual_paths else None)
+        step = Step(number, self._store if by.residual_paths else None, weight=weight)
         title = "average of the parameters"
         reduction = Reduction(values, layout, step, by, client.team, title=title, scale=scale, base=base)
         flight.pending = reduction.submit(client, self.sent, agreement)
@@ -362,6 +390,19 @@ class ParameterAverages:
         self._averaged_at = None
         unanchored = not self._average.parameters.residual_paths
         self._anchored, self._underway, self._left_as = rounds or (unanchored, {}, None)
+
+
+def _factor_of_node(client: LaneClient, agreement: Agreement, place: int) -> float:
+    """Return, on the lane, the factor of each rank of this node in a round, by the weights of all nodes.
+
+    place: of the fragment among those that have a round now. Where nobody has learned anything all count alike.
+    """
+    nodes, sizes = client.team.wire.nodes, Counter(client.team.wire.nodes)
+    weights = [answer["weights"] for answer in agreement.answers()]
+    if any(each is None for each in weights):
+        raise ConfigurationError("only some nodes have given weights since the last round; call weight() on every rank")
+    of_ranks = [each[place] / sizes[node] for each, node in zip(weights, nodes, strict=True)]
+    return factor_of(of_ranks, client.team.rank) if any(of_ranks) else 1.0
 
 
 def _digest(tensors: Named) -> str:
