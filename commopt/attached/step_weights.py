@@ -22,7 +22,6 @@ from commopt.schedule.reducer import is_capturing
 _log = logging.getLogger("commopt")
 
 _MISSING, _INVALID = -1.0, -2.0  # what a rank sends that has no weight
-_TWICE = "give all of a step's before its first backward that sends anything"
 
 
 def read_weight(weight: Any) -> float:
@@ -72,13 +71,8 @@ class StepWeights:
         return self._agreement is not None or self._given is not None
 
     def give(self, weight: Any) -> None:
-        """Add to this rank's weight in the next averaged backward.
-
-        Raises ConfigurationError for what is no weight, and when gradients of the step were weighted already.
-        """
-        if self._found is not None:
-            raise ConfigurationError(f"weight({weight!r}) comes after gradients of its step were weighted; {_TWICE}")
-        if self._exchange is not None or self._alone is not None:  # of a forward that no backward has followed
+        """Add to this rank's weight in the next averaged backward. Raises ConfigurationError for what is no weight."""
+        if self._exchange is not None or self._alone is not None:  # of a backward that never came to its end
             self.end()
         try:
             self._given = (self._given or 0.0) + read_weight(weight)
