@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,13 +22,13 @@ from tests.feedback_training import (
     NUMELS,
     STRATEGIES,
     Controlled,
+    Records,
     Training,
     assert_conserved,
     assert_something_left,
     gradients,
 )
 from tests.hook_training import assert_identical
-from tests.overheard import overheard
 from tests.ranks import run
 from tests.sharded_training import Made, Net, attached, batch, hsdp_mesh, local, over_all_ranks, same
 
@@ -195,7 +196,7 @@ def one_is_wrong(rank: int, world_size: int, weights: Sequence[Any], aggregator:
     comm, told = commopt.attach(ddp, aggregator, timeout=5), []
     for step, weight in enumerate(weights):
         text = one_step(ddp, comm, rank, step, weight if rank == world_size - 1 else 3)
-        if text and rank == world_size - 1 and "weight(" in text:  # a loop that goes on
+        if text.startswith("ConfigurationError: weight("):  # a loop that goes on
             told.append(text)
             with contextlib.suppress(CommoptError):
                 ddp(gradients(rank, step)).backward()
@@ -235,7 +236,7 @@ def test_a_rank_that_gives_no_weight_any_more_is_named_on_all_that_wait_for_it(a
 
 def test_where_one_rank_never_gives_weights_nobody_hangs() -> None:
     """The rank that gives none is in its average, where it learns why nobody comes."""
-    found = run(one_is_wrong, 2, [None], Flat(), nodes=(1, 1), fresh=True)
+    found = run(one_is_wrong, 2, [None], Flat(), nodes=(1, 1), fresh=True, timeout_s=25)
     assert "rank 1 did not reach the first weight()" in found[0][0], found
     assert found[1][0].startswith("LaneError"), found
 
@@ -243,17 +244,18 @@ def test_where_one_rank_never_gives_weights_nobody_hangs() -> None:
 def nothing(rank: int, world_size: int) -> tuple[list[str], dict[str, Tensor]]:
     ddp = TorchDDP(Controlled())
     comm = commopt.attach(ddp, Hierarchical())
-    with overheard() as said:
-        for step in range(3):
-            ddp.zero_grad()
-            comm.weight(0)
-            ddp({name: values * float("nan") for name, values in gradients(rank, step).items()}).backward()
-    return said, {name: p.grad.clone() for name, p in ddp.module.named_parameters() if p.grad is not None}
+    logging.getLogger("commopt").addHandler(records := Records())
+    for step in range(3):
+        ddp.zero_grad()
+        comm.weight(0)
+        ddp({name: values * float("nan") for name, values in gradients(rank, step).items()}).backward()
+    logging.getLogger("commopt").removeHandler(records)
+    return records.messages, {name: p.grad.clone() for name, p in ddp.module.named_parameters() if p.grad is not None}
 
 
 def test_without_any_samples_the_average_is_zero_and_a_warning_says_so_once() -> None:
     for said, found in run(nothing, 2, nodes=(1, 1)):
-        assert [each for each in said if "weight(0) on every rank" in each] == said[:1]
+        assert len([each for each in said if "weight(0) on every rank" in each]) == 1
         assert len(found) == len(NUMELS)
         assert all(not values.any() for values in found.values())
 
