@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import re
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
+from commopt.feedback import parameter_buckets
 from commopt.feedback.scratch import Scratch
 from commopt.hooks.presets import LOCAL_PRESETS, build_preset
 from commopt.kernels.finite import all_finite
@@ -140,6 +142,30 @@ def test_stats_say_what_is_kept(text: str) -> None:
 
 
 ROWS, USED_ROWS, COLS = 6000, 1000, 256
+
+
+def train_in_small_messages(rank: int, world_size: int, name: str, offload: bool) -> Needed:
+    """Train with rounds whose messages are of one layer each."""
+    with patch.object(parameter_buckets, "BUCKET_NBYTES", 4 * NUMEL // LAYERS):
+        return train(rank, world_size, name, {"period": 2, "offload": offload}, False)
+
+
+@pytest.mark.parametrize("nodes", [(1, 1), (2, 2), (1, 1, 1)], ids=str)
+@pytest.mark.parametrize("name", ROUNDS)
+def test_what_is_offloaded_takes_host_memory_in_place_of_the_devices(name: str, nodes: tuple[int, ...]) -> None:
+    """On a CPU host memory is counted too, and subtracted here."""
+    formulas, ranks = formulas_of(name), sum(nodes)
+    for offload in (True, False):
+        for needed in run(train_in_small_messages, ranks, name, offload, nodes=nodes):
+            host = needed.by_kind["offloaded"] if offload else 0
+            kept = needed.by_kind["averages"] + needed.by_kind["residuals"]
+            assert (kept, host > 0) == (0, True) if offload else kept > 0
+            with_m = bytes_by(formulas[1 if offload else 0], NUMEL, NUMEL // LAYERS, nodes)
+            assert max(needed.peaks[2:]) - host <= with_m + WORK_NBYTES["cpu"]
+            without_n = bytes_by(formulas[1], 0, NUMEL // LAYERS, nodes) + SMALL_NBYTES
+            assert (needed.kept - host <= without_n) == offload, "what lasts is of one message, or of the model"
+            held = bytes_by("8 * n / L + (N > 2) * 4 * n / P", NUMEL, 0, nodes)
+            assert host <= held + SMALL_NBYTES
 
 
 def train_embedding(rank: int, world_size: int, text: str) -> Needed:

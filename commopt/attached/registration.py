@@ -77,6 +77,7 @@ class Registration:
         self.directions: Directions | None = None
         self.divergence: DivergenceCheck | None = None
         self.store = ResidualStore(per_step=scaler is not None and scaler.is_enabled())
+        self.store.offload = isinstance(aggregator, LocalSGD) and aggregator.offload
         self.step = Step(0, self.store, scaler)
         self.recorder = Recorder(always=options.record)
         self.logs: list[Callable[[], None]] = []
@@ -334,7 +335,7 @@ class Registration:
         extras: what `read_extras` returned, None in another world.
         """
         store.transaction.steps = self.steps = steps
-        store.beside = self.store.beside
+        store.beside, store.offload = self.store.beside, self.store.offload
         self.store = store
         if self.averages is not None:
             self.averages.resume(steps, store, extras)
