@@ -350,7 +350,8 @@ def test_steps_between_push_and_pull_are_kept() -> None:
 def test_weights_are_numbers_and_a_push_needs_one_above_zero() -> None:
     with hosted() as server:
         module, worker = joined(address_of(server), period=BY_HAND)
-        for wrong in (-1, float("nan"), float("inf"), True, "8", None):
+        wrongs: list[Any] = [-1, float("nan"), float("inf"), True, "8", None]
+        for wrong in wrongs:
             with pytest.raises(ConfigurationError, match=r"weight\(.*\) must be a number from 0 to"):
                 worker.weight(wrong)
         learn(module, 1e-3)

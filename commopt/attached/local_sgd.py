@@ -4,11 +4,8 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
-from hashlib import sha256
 from typing import Any
 from weakref import finalize, ref
 
@@ -19,43 +16,15 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from commopt.aggregate import Aggregator, LocalSGD
 from commopt.attached.optimizer_steps import OptimizerSteps
 from commopt.attached.reduction import Reduction, SentBytes, Step
-from commopt.attached.step_weights import factor_of
+from commopt.attached.rounds import Flight, Rounds, Underway, digest_of, factor_of_node, part_from, weights_from
 from commopt.errors import ConfigurationError
 from commopt.feedback import Layout, Piece, ResidualStore
 from commopt.feedback.checkpoint import field, refuse, required
 from commopt.feedback.parameter_buckets import Named, ParameterBucket, fragments_of, parameter_buckets
-from commopt.lanes import Agreement, LaneClient, Pending
+from commopt.lanes import Agreement, LaneClient
 from commopt.schedule import reducer
 
 _log = logging.getLogger("commopt")
-
-_DIGESTED_AT_ONCE = 2**24  # elements, which are made int64 for it
-
-
-@dataclass(eq=False)
-class _Flight:
-    """A bucket on its way.
-
-    values: once `pending` has ended, put into the bucket, or with `adds` added to it.
-    agreement: that all ranks have come to this round; None for values from a checkpoint.
-    """
-
-    bucket: ParameterBucket
-    values: Tensor
-    adds: bool
-    agreement: Agreement | None = None
-    pending: Pending | None = None
-
-    def end(self) -> Tensor:
-        """Return the values, once they are there. Raises MismatchError where ranks have come to different rounds."""
-        if self.agreement is not None:
-            self.agreement.wait()
-        if self.pending is not None:
-            self.pending.wait()
-        return self.values
-
-
-Underway = dict[int, list[_Flight]]  # by fragment
 
 
 class ParameterAverages:
@@ -178,7 +147,7 @@ class ParameterAverages:
             if begins:
                 self._drop_anchor(client, agreement)
             for place, fragment in enumerate(leave):
-                weight = None if weights is None else partial(_factor_of_node, client, agreement, place)
+                weight = None if weights is None else partial(factor_of_node, client, agreement, place)
                 self._underway[fragment] = [
                     self._send(client, bucket, by, number, agreement, weight=weight)
                     for bucket, by in self._buckets(fragment)
@@ -224,7 +193,7 @@ class ParameterAverages:
         if self._looked:
             return client.agree(call, weights=weights)
         self._looked = True
-        self._first_round = client.agree(call, parameters=_digest(self._read()), weights=weights)
+        self._first_round = client.agree(call, parameters=digest_of(self._read()), weights=weights)
         return self._first_round
 
     def _look_at_first_round(self) -> None:
@@ -245,7 +214,7 @@ class ParameterAverages:
     def _compare_with_state(self, client: LaneClient) -> None:
         """Warn when some ranks go on with other parameters than those that their state was taken of."""
         left_as, self._left_as = self._left_as, None
-        same = left_as in ("", _digest(self._read()))
+        same = left_as in ("", digest_of(self._read()))
         answers = client.agree("the first step after load_state_dict", same=same).wait()
         others = [rank for rank, answer in zip(client.team.ranks, answers, strict=True) if not answer["same"]]
         if others:
@@ -267,7 +236,7 @@ class ParameterAverages:
                 values = bucket.values(copy=True)
                 if alone is not None and alone.rank > 0:  # the sum over a node is to be what one rank holds, exactly
                     values.zero_()
-                flight = _Flight(bucket, values, adds=False, agreement=agreement)
+                flight = Flight(bucket, values, adds=False, agreement=agreement)
                 flights.append(self._submit(client, flight, by, 0, 1.0))
         for flight in flights:
             flight.end()
@@ -282,23 +251,23 @@ class ParameterAverages:
         agreement: Agreement,
         adds: bool | None = None,
         weight: Callable[[], float] | None = None,
-    ) -> _Flight:
+    ) -> Flight:
         average = self._average
         if adds is None:
             adds = average.delay > 0 or average.merge < 1
-        flight = _Flight(bucket, bucket.values(copy=adds), adds, agreement)
+        flight = Flight(bucket, bucket.values(copy=adds), adds, agreement)
         # Over all ranks though those of a node agree: in DDP's join() they may not, and inside a node it is cheap.
         return self._submit(client, flight, by, number, 1.0 / client.team.size, weight)
 
     def _submit(
         self,
         client: LaneClient,
-        flight: _Flight,
+        flight: Flight,
         by: Aggregator,
         number: int,
         scale: float,
         weight: Callable[[], float] | None = None,
-    ) -> _Flight:
+    ) -> Flight:
         """Queue the message of a flight, of round `number` of its bucket."""
         values, agreement = flight.values, flight.agreement
         assert agreement is not None  # nothing is sent without one
@@ -360,10 +329,11 @@ class ParameterAverages:
             parts = flight.bucket.parts(flight.end())
             underway |= {name: part.detach().to("cpu", copy=True) for name, part in parts.items()}
         differ = self.client is not None and self.client.team.node_count > 1
-        counted = {"steps": self.steps, "parameters": _digest(self._read()) if differ else ""}
+        counted = {"steps": self.steps, "parameters": digest_of(self._read()) if differ else ""}
+        counted["weights"] = self._weights
         return {"anchored": self._anchored, "underway": underway, **counted}
 
-    def read(self, saved: Mapping[str, Any]) -> tuple[bool, Underway, str]:
+    def read(self, saved: Mapping[str, Any]) -> Rounds:
         """Return what `state` returned as `resume` takes it; raises ConfigurationError for what is damaged."""
         anchored, values = field(saved, "anchored", bool, "rounds"), dict(field(saved, "underway", dict, "rounds"))
         underway: Underway = {}
@@ -371,15 +341,16 @@ class ParameterAverages:
             for bucket, _ in self._buckets(fragment):
                 if values.keys().isdisjoint(bucket.tensors):
                     continue
-                parts = [_part(values.pop(name, None), name, tensor) for name, tensor in bucket.tensors.items()]
+                parts = [part_from(values.pop(name, None), name, tensor) for name, tensor in bucket.tensors.items()]
                 joined = torch.cat([each.reshape(-1).to(bucket.device, bucket.dtype) for each in parts])
-                underway.setdefault(fragment, []).append(_Flight(bucket, joined, adds=True))
+                underway.setdefault(fragment, []).append(Flight(bucket, joined, adds=True))
         if values:
             refuse("a name in rounds['underway']", next(iter(values)), "one of the model's")
         left_as = required(saved.get("parameters", ""), str, "rounds['parameters']")
-        return anchored or not self._average.parameters.residual_paths, underway, left_as
+        weights = weights_from(saved.get("weights"), self._average.fragments)
+        return anchored or not self._average.parameters.residual_paths, underway, left_as, weights
 
-    def resume(self, steps: int, store: ResidualStore, rounds: tuple[bool, Underway, str] | None) -> None:
+    def resume(self, steps: int, store: ResidualStore, rounds: Rounds | None) -> None:
         """Resume after `steps` optimizer steps: the parameters are a checkpoint's now, or will be at the next forward.
 
         rounds: None for one of another world. There nodes agree on the parameters as they are then.
@@ -389,37 +360,7 @@ class ParameterAverages:
         self._store = store
         self._averaged_at = None
         unanchored = not self._average.parameters.residual_paths
-        self._anchored, self._underway, self._left_as = rounds or (unanchored, {}, None)
-
-
-def _factor_of_node(client: LaneClient, agreement: Agreement, place: int) -> float:
-    """Return, on the lane, the factor of each rank of this node in a round, by the weights of all nodes.
-
-    place: of the fragment among those that have a round now. Where nobody has learned anything all count alike.
-    """
-    nodes, sizes = client.team.wire.nodes, Counter(client.team.wire.nodes)
-    weights = [answer["weights"] for answer in agreement.answers()]
-    if any(each is None for each in weights):
-        raise ConfigurationError("only some nodes have given weights since the last round; call weight() on every rank")
-    of_ranks = [each[place] / sizes[node] for each, node in zip(weights, nodes, strict=True)]
-    return factor_of(of_ranks, client.team.rank) if any(of_ranks) else 1.0
-
-
-def _digest(tensors: Named) -> str:
-    """Return a digest of what tensors hold: of the sums of their bits, which any device adds up in no time."""
-    sums = []
-    for name, tensor in tensors.items():
-        flat = tensor.detach().contiguous().view(-1)
-        bits = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32}.get(flat.element_size(), torch.int64))
-        total = sum(int(part.sum(dtype=torch.int64)) for part in bits.split(_DIGESTED_AT_ONCE))
-        sums.append((name, tuple(tensor.shape), total))
-    return sha256(repr(sums).encode()).hexdigest()
-
-
-def _part(values: object, name: str, tensor: Tensor) -> Tensor:
-    if not isinstance(values, Tensor) or values.shape != tensor.shape or not values.isfinite().all():
-        refuse(f"rounds['underway'][{name!r}]", values, f"a finite tensor of shape {list(tensor.shape)}")
-    return values
+        self._anchored, self._underway, self._left_as, self._weights = rounds or (unanchored, {}, None, None)
 
 
 def _require_float32_holds(average: LocalSGD, parameters: Named) -> None:
