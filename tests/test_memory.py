@@ -69,14 +69,14 @@ def bytes_by(formula: str, n: int, m: int, nodes: tuple[int, ...]) -> int:
     return int(eval(formula, {"__builtins__": {}}, names))
 
 
-def train(rank: int, world_size: int, text: str, options: dict[str, Any], scaled: bool) -> Needed:
+def train(rank: int, world_size: int, text: str, options: dict[str, Any], scaled: bool, lr: float = 1e-3) -> Needed:
     """Count the memory of a training in which every element has a gradient."""
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if scaled else None
     ddp = TorchDDP(model_of(), **BUCKET)
     comm = commopt.attach(ddp, build_preset(text, **options), scaler=scaler)
     directions = comm.aggregator is not None and comm.aggregator.adam is not None
     parameters = ddp.parameters()
-    optimizer = comm.optimizer(parameters, lr=1e-3) if directions else torch.optim.SGD(parameters, lr=1e-3)
+    optimizer = comm.optimizer(parameters, lr=lr) if directions else torch.optim.SGD(parameters, lr=lr)
     peaks = []
     with LiveMemory() as live:
         for step in range(STEPS):
@@ -145,9 +145,9 @@ ROWS, USED_ROWS, COLS = 6000, 1000, 256
 
 
 def train_in_small_messages(rank: int, world_size: int, name: str, offload: bool) -> Needed:
-    """Train with rounds whose messages are of one layer each."""
+    """Train with rounds whose messages are of one layer each, by steps so long that every element moves."""
     with patch.object(parameter_buckets, "BUCKET_NBYTES", 4 * NUMEL // LAYERS):
-        return train(rank, world_size, name, {"period": 2, "offload": offload}, False)
+        return train(rank, world_size, name, {"period": 2, "offload": offload}, False, lr=10.0)
 
 
 @pytest.mark.parametrize("nodes", [(1, 1), (2, 2), (1, 1, 1)], ids=str)
