@@ -427,6 +427,37 @@ def test_equal_weights_leave_the_bits_of_local_sgd(text: str, nodes: tuple[int, 
     assert all(same(one, other) for one, other in zip(plain, weighted, strict=True))
 
 
+def resumed_rounds(rank: int, world_size: int, average: commopt.LocalSGD) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the parameters of a run, and of one that goes on from its checkpoint in the middle of a round."""
+    found, saved = [], dict[str, Any]()
+    for resumes in (False, True):
+        torch.manual_seed(0)
+        ddp = TorchDDP(nn.Linear(40, 30))
+        comm = commopt.attach(ddp, average)
+        optimizer = torch.optim.SGD(ddp.parameters(), 0.5)
+        if resumes:
+            ddp.module.load_state_dict(saved["model"])
+            comm.load_state_dict(saved["comm"])
+        for step in range(2 * resumes, 5):
+            optimizer.zero_grad()
+            comm.weight(1 + rank * step % 4)
+            torch.manual_seed(10 * step + rank)
+            ddp(torch.randn(5, 40)).square().mean().backward()
+            optimizer.step()
+            if step == 1 and not resumes:
+                model = {name: each.clone() for name, each in ddp.module.state_dict().items()}
+                saved = {"model": model, "comm": comm.state_dict()}
+        found.append([p.detach().clone() for p in ddp.parameters()])
+    with pytest.raises(ConfigurationError, match=r"rounds\['weights'\]"):
+        comm.load_state_dict({**saved["comm"], "rounds": {**saved["comm"]["rounds"], "weights": [-1.0]}})
+    return found[0], found[1]
+
+
+def test_the_weights_of_a_round_under_way_are_in_checkpoints() -> None:
+    for went_on, resumed in run(resumed_rounds, 2, commopt.LocalSGD(period=3), nodes=(1, 1)):
+        assert same(went_on, resumed)
+
+
 # ------------------------------------------------------------------------------------------- FSDP2
 
 
