@@ -540,6 +540,34 @@ def test_equal_weights_leave_the_bits_of_fsdp2(meshed: str, choice: Aggregator) 
     assert all(same(one, other) for one, other in zip(plain, weighted, strict=True))
 
 
+def sharded_rounds(rank: int, world_size: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Return this rank's shards before and after a round of nodes that are sharded inside."""
+    net = Made(EVEN)()
+    with attached(net, commopt.LocalSGD(period=3)) as comm:
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            comm.weight(work(rank, step))
+            net(batch(step, width=EVEN[0])).square().mean().backward()
+            optimizer.step()
+        before = local(net)
+        net(batch(3, width=EVEN[0]))
+        return before, local(net)
+
+
+def test_a_round_of_sharded_nodes_weighs_them_too() -> None:
+    found = run(sharded_rounds, 4, nodes=(2, 2))
+    totals = [sum(work(rank, step) for rank in node for step in range(3)) for node in ((0, 1), (2, 3))]
+    assert totals[0] != totals[1]
+    for shard in (0, 1):
+        (ours, after), (theirs, other) = found[shard], found[2 + shard]
+        assert same(after, other)
+        assert not same(ours, theirs)
+        for one, two, result in zip(ours, theirs, after, strict=True):
+            mean = (one.double() * totals[0] + two.double() * totals[1]) / sum(totals)
+            assert torch.allclose(result.double(), mean, rtol=0, atol=1e-6)
+
+
 def missing_in_fsdp2(rank: int, world_size: int, meshed: str) -> str:
     net = Made(EVEN, mesh=hsdp_mesh() if meshed == "2x2" else over_all_ranks())()
     comm = commopt.attach(net, Hierarchical(), timeout=20)

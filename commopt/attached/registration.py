@@ -214,11 +214,11 @@ class Registration:
 
         Raises ConfigurationError, on all ranks, where one of them has given none.
         """
+        if not self.step_weights.used:
+            return None
         self.begin_weights(shadowed=shadowed)
         client, team = self.client, self._weighted_team
         weights = self.step_weights.found(client, team, self.steps)
-        if weights is None:
-            return None
         factor = factor_of(weights, 0 if team is None else team.rank)
         return lambda: factor
 

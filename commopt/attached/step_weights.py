@@ -106,14 +106,12 @@ class StepWeights:
         self._sent.count_calls(("weights", team.level), lambda: call(team, "all_gather", 8), team)
         self._exchange = exchange
 
-    def found(self, client: LaneClient, team: Team | None, steps: int) -> list[float] | None:
-        """Return the weights of the ranks of `team`, in their order, None where nobody gives any.
+    def found(self, client: LaneClient, team: Team | None, steps: int) -> list[float]:
+        """Return the weights of the ranks of `team`, in their order, once the exchange that has begun is over.
 
-        Waits for the exchange. Raises ConfigurationError, on all ranks, where one of them has given no weight, and
+        Raises ConfigurationError, on all ranks, where one of them has given no weight, and
         MismatchError where only some have begun to.
         """
-        if self._exchange is None and self._alone is None:
-            return None
         if self._found is None:
             assert self._agreement is not None
             try:
