@@ -30,7 +30,17 @@ from tests.feedback_training import (
 )
 from tests.hook_training import assert_identical
 from tests.ranks import run
-from tests.sharded_training import Made, Net, attached, batch, hsdp_mesh, local, over_all_ranks, same
+from tests.sharded_training import (
+    Made,
+    Net,
+    attached,
+    batch,
+    hsdp_mesh,
+    local,
+    modules_of,
+    over_all_ranks,
+    same,
+)
 
 EPS = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
 EVEN = (32, 16, 28, 6)
@@ -552,6 +562,8 @@ def sharded_rounds(rank: int, world_size: int) -> tuple[list[Tensor], list[Tenso
             optimizer.step()
         before = local(net)
         net(batch(3, width=EVEN[0]))
+        for module in modules_of(net):  # of which the root stays whole until its backward
+            module.reshard()
         return before, local(net)
 
 
