@@ -94,7 +94,10 @@ class Transaction:
         others cancel.
         """
         before = self._staged.get(residual)
-        old = before[0] if before is not None else self._fetch(residual)
+        if before is not None:
+            old = before[0]
+        else:
+            old = residual.values.float() if residual.used_on is None else self._fetch(residual, residual.used_on)
         if self.per_step and residual.used_on is None:
             if residual.spare is None or before is not None:
                 residual.spare = torch.empty(residual.layout.numel, dtype=torch.float32, device=residual.values.device)
@@ -105,12 +108,10 @@ class Transaction:
         self._staged[residual] = (staged, rank)
         return old, staged
 
-    def _fetch(self, residual: Residual) -> Tensor:
+    def _fetch(self, residual: Residual, device: torch.device) -> Tensor:
         """Return the residual's values as float32 on the device of their buffer, until the message ends."""
-        if residual.used_on is None:
-            return residual.values.float()
         tag, numel = f"{len(self._fetched)} fetched", residual.layout.numel
-        fetched = self.scratch.take(tag, numel, torch.float32, residual.used_on, lasting=True)
+        fetched = self.scratch.take(tag, numel, torch.float32, device, lasting=True)
         self._fetched[residual] = fetched.copy_(residual.values, non_blocking=True)
         return fetched
 
@@ -201,7 +202,10 @@ class Transaction:
                     commit(finite, staged, residual.values)
         for factors, staged in self._staged_factors:
             commit(finite, staged, factors)
-        self._count(finite)
+        if isinstance(self.dropped, int):
+            self.dropped = self.dropped + (~finite).long()
+        else:
+            self.dropped += ~finite  # in its own memory: a CUDA graph counts on there
 
     def _offload(self, residual: Residual, finite: Tensor, staged: Tensor) -> None:
         """Commit values to host memory, by way of those that were fetched where the host does not know `finite` yet."""
@@ -212,9 +216,3 @@ class Transaction:
         commit(finite, staged, fetched)
         residual.values.copy_(fetched, non_blocking=True)
         self._copied = current_stream(staged.device).record_event()
-
-    def _count(self, finite: Tensor) -> None:
-        if isinstance(self.dropped, int):
-            self.dropped = self.dropped + (~finite).long()
-        else:
-            self.dropped += ~finite  # in its own memory: a CUDA graph counts on there
