@@ -494,14 +494,6 @@ FAULTS: tuple[Fault, ...] = (
         ("test_weight",),
     ),
     Fault(
-        "the agreed parameters count alike for all nodes",
-        "commopt/aggregate/outer.py",
-        "context.share * context.weight",
-        "context.share",
-        RIGHT,
-        ("test_weight",),
-    ),
-    Fault(
         "all workers weigh the same, however much they did",
         "commopt/server/shared.py",
         "delta.weight / total)",
