@@ -157,7 +157,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a rank that is behind in join() is compared with the others",
         "commopt/hooks/buckets.py",
-        "self.divergence.compare(steps, device, takes_part=torch._C._current_graph_task_id() != -1)",
+        "self.divergence.compare(steps, device, takes_part=not shadowed)",
         "self.divergence.compare(steps, device)",
         DIFFERENCES,
         ("test_divergence",),
@@ -594,6 +594,22 @@ FAULTS: tuple[Fault, ...] = (
         "            self._known.add(model)\n            return\n",
         "run: every DDP model gets a hook",
         ("test_run_models",),
+    ),
+    Fault(
+        "a rank's weight changes nothing",
+        "commopt/attached/reduction.py",
+        "scale * (weight or 1.0)",
+        "scale",
+        RIGHT,
+        ("test_weight",),
+    ),
+    Fault(
+        "a rank without samples sends what it has",
+        "commopt/attached/reduction.py",
+        "if weight == 0:",
+        "if weight < 0:",
+        RIGHT,
+        ("test_weight",),
     ),
     Fault(
         "all workers weigh the same, however much they did",

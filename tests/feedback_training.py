@@ -205,6 +205,7 @@ class Training:
     """A DDP model of one rank with its hook, and the books that are kept of it.
 
     chosen: gives the gradients of one backward; what it leaves out is not used. micros: backwards per step.
+    weight: gives the weight of a rank in a step, with that of all others; None for no weights.
     """
 
     rank: int
@@ -217,6 +218,7 @@ class Training:
     make: Callable[[torch.dtype], nn.Module] = Controlled
     micros: int = 1
     device: str = "cpu"  # of the model; the books are kept on the CPU
+    weight: Callable[[int, int], float] | None = None
 
     def __post_init__(self) -> None:
         self.module = self.make(self.dtype).to(self.device)
@@ -234,6 +236,8 @@ class Training:
             own[0][poison[1]][poison[2]] = poison[3]
         scale = torch.tensor(self.scaler.get_scale() if self.scaler else 1.0)
         self.optimizer.zero_grad()
+        if self.weight is not None:
+            self.comm.weight(self.weight(self.rank, self.steps))
         for micro, coefficients in enumerate(own):
             with self.ddp.no_sync() if micro + 1 < self.micros else contextlib.nullcontext():
                 loss = self.ddp({name: values.to(self.device) for name, values in coefficients.items()})
@@ -261,11 +265,18 @@ class Training:
                 sums[name] = sums[name] + scaled if name in sums else scaled  # in the order and dtype of autograd
         for name, values in sums.items():
             true = values.double() / scale.double()
-            self.owed[name] += true / self.world_size
+            self.owed[name] += true * self.share()
             self.largest = max(self.largest, float(true.abs().max()))
         for name, values in results.items():
             self.told[name] += values.double() / scale.double()
             self.largest = max(self.largest, float(values.abs().max() / scale))
+
+    def share(self) -> float:
+        """Return this rank's part of the average."""
+        if self.weight is None:
+            return 1 / self.world_size
+        weights = [self.weight(rank, self.steps) for rank in range(self.world_size)]
+        return weights[self.rank] / sum(weights)
 
     def books(self) -> Books:
         """Return a copy of the books as they are now."""

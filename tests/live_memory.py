@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from threading import RLock
 from types import FrameType
 from typing import Any
 from unittest.mock import patch
@@ -45,6 +46,7 @@ class LiveMemory:
         self.at_peak: Counter[str] = Counter()
         self._blocks: dict[int, _Block] = {}
         self._patches = ExitStack()
+        self._lock = RLock()  # of the lane's thread and the caller's
 
     def __enter__(self) -> LiveMemory:
         run: Callable[[Reduction], Started | None] = Reduction.__call__
@@ -71,8 +73,9 @@ class LiveMemory:
     @property
     def now_nbytes(self) -> int:
         """Bytes that are in use now."""
-        self._forget()
-        return sum(block.nbytes for block in self._blocks.values())
+        with self._lock:
+            self._forget()
+            return sum(block.nbytes for block in self._blocks.values())
 
     def by_place(self) -> Counter[str]:
         """Return the bytes in use by the line that asked for them."""
@@ -83,6 +86,10 @@ class LiveMemory:
 
     def add(self, tensor: Tensor) -> None:
         """Count the memory of a tensor that has just been made."""
+        with self._lock:
+            self._add(tensor)
+
+    def _add(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         if storage._cdata in self._blocks and not self._blocks[storage._cdata].memory.expired():
             return

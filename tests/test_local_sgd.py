@@ -50,6 +50,8 @@ BFLOAT16 = Hierarchical(inter=Compressed(Cast(torch.bfloat16), feedback=None))
         ({"gradients": LocalSGD()}, "over all ranks"),
         ({"gradients": Hierarchical(Compressed(Quantize()))}, "residuals"),
         ({"buffers": 1}, "buffers=1"),
+        ({"offload": 1, "compressor": OneBit()}, "offload=1"),
+        ({"offload": True}, "keeps nothing between rounds"),
         ({"outer": 0.7}, "outer=0.7"),
         ({"compressor": "onebit"}, "'onebit'"),
         ({"decay": 0.9}, "decay=0.9"),

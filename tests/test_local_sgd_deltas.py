@@ -227,6 +227,36 @@ def test_resuming_changes_no_bit_of_low_rank_factors() -> None:
         assert went_on == resumed
 
 
+def offloaded(rank: int, world_size: int, average: LocalSGD, scaled: bool) -> list[tuple[str, dict[str, int]]]:
+    """Return digests of the model, and the memory that is kept, with and without `offload`."""
+    found = []
+    for offload in (False, True):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10) if scaled else None
+        module, ddp, state, optimizer = attached(replace(average, offload=offload), scaler=scaler)
+        train(ddp, optimizer, rank, range(STEPS), scaler)
+        found.append((digest_of(module), state.stats()["memory"]))
+        state.close()
+    return found
+
+
+@pytest.mark.parametrize("nodes", [(2, 1), (2, 2), (1, 1, 1)], ids=str)
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("average", [EVERYTHING, LocalSGD(period=3, outer=NESTEROV, merge=0.5)], ids=str)
+def test_offloading_changes_no_bit(average: LocalSGD, scaled: bool, nodes: Sequence[int]) -> None:
+    ranks = run(offloaded, sum(nodes), average, scaled, nodes=nodes)
+    for (plain, kept), (moved, left) in ranks:
+        assert plain == moved
+        assert left["residuals"] == left["averages"] == 0
+        assert left["offloaded"] <= kept["residuals"] + kept["averages"]  # no memory for steps that are dropped
+        assert left["scratch"] >= kept["scratch"]
+    assert max(left["offloaded"] for _, (_, left) in ranks) > 0
+
+
+def test_resuming_changes_no_bit_of_what_is_offloaded() -> None:
+    for went_on, resumed in run(resume, 4, replace(EVERYTHING, offload=True), 7, nodes=(2, 2)):
+        assert went_on == resumed
+
+
 def carry_on(rank: int, world_size: int) -> tuple[str, str, dict[str, float], tuple[int, int], dict[str, Any]]:
     """Return digests before and after an average between rounds, and what this rank has kept and sent."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import re
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
+from commopt.feedback import parameter_buckets
 from commopt.feedback.scratch import Scratch
 from commopt.hooks.presets import LOCAL_PRESETS, build_preset
 from commopt.kernels.finite import all_finite
@@ -67,14 +69,14 @@ def bytes_by(formula: str, n: int, m: int, nodes: tuple[int, ...]) -> int:
     return int(eval(formula, {"__builtins__": {}}, names))
 
 
-def train(rank: int, world_size: int, text: str, options: dict[str, Any], scaled: bool) -> Needed:
+def train(rank: int, world_size: int, text: str, options: dict[str, Any], scaled: bool, lr: float = 1e-3) -> Needed:
     """Count the memory of a training in which every element has a gradient."""
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if scaled else None
     ddp = TorchDDP(model_of(), **BUCKET)
     comm = commopt.attach(ddp, build_preset(text, **options), scaler=scaler)
     directions = comm.aggregator is not None and comm.aggregator.adam is not None
     parameters = ddp.parameters()
-    optimizer = comm.optimizer(parameters, lr=1e-3) if directions else torch.optim.SGD(parameters, lr=1e-3)
+    optimizer = comm.optimizer(parameters, lr=lr) if directions else torch.optim.SGD(parameters, lr=lr)
     peaks = []
     with LiveMemory() as live:
         for step in range(STEPS):
@@ -140,6 +142,30 @@ def test_stats_say_what_is_kept(text: str) -> None:
 
 
 ROWS, USED_ROWS, COLS = 6000, 1000, 256
+
+
+def train_in_small_messages(rank: int, world_size: int, name: str, offload: bool) -> Needed:
+    """Train with rounds whose messages are of one layer each, by steps so long that every element moves."""
+    with patch.object(parameter_buckets, "BUCKET_NBYTES", 4 * NUMEL // LAYERS):
+        return train(rank, world_size, name, {"period": 2, "offload": offload}, False, lr=10.0)
+
+
+@pytest.mark.parametrize("nodes", [(1, 1), (2, 2), (1, 1, 1)], ids=str)
+@pytest.mark.parametrize("name", ROUNDS)
+def test_what_is_offloaded_takes_host_memory_in_place_of_the_devices(name: str, nodes: tuple[int, ...]) -> None:
+    """On a CPU host memory is counted too, and subtracted here."""
+    formulas, ranks = formulas_of(name), sum(nodes)
+    for offload in (True, False):
+        for needed in run(train_in_small_messages, ranks, name, offload, nodes=nodes):
+            host = needed.by_kind["offloaded"] if offload else 0
+            kept = needed.by_kind["averages"] + needed.by_kind["residuals"]
+            assert (kept, host > 0) == (0, True) if offload else kept > 0
+            with_m = bytes_by(formulas[1 if offload else 0], NUMEL, NUMEL // LAYERS, nodes)
+            assert max(needed.peaks[2:]) - host <= with_m + WORK_NBYTES["cpu"]
+            without_n = bytes_by(formulas[1], 0, NUMEL // LAYERS, nodes) + SMALL_NBYTES
+            assert (needed.kept - host <= without_n) == offload, "what lasts is of one message, or of the model"
+            held = bytes_by("8 * n / L + (N > 2) * 4 * n / P", NUMEL, 0, nodes)
+            assert host <= held + SMALL_NBYTES
 
 
 def train_embedding(rank: int, world_size: int, text: str) -> Needed:

@@ -334,7 +334,7 @@ def test_steps_between_push_and_pull_are_kept() -> None:
         learn(module, 1e-3)
         worker.pull()
         expected = flat(module)
-        worker.did(5)
+        worker.weight(5)
         worker.push()
         worker.pull()
         torch.testing.assert_close(flat(module), expected)
@@ -347,13 +347,29 @@ def test_steps_between_push_and_pull_are_kept() -> None:
         torch.testing.assert_close(flat(module), expected)
 
 
+def test_weights_are_numbers_and_a_push_needs_one_above_zero() -> None:
+    with hosted() as server:
+        module, worker = joined(address_of(server), period=BY_HAND)
+        wrongs: list[Any] = [-1, float("nan"), float("inf"), True, "8", None]
+        for wrong in wrongs:
+            with pytest.raises(ConfigurationError, match=r"weight\(.*\) must be a number from 0 to"):
+                worker.weight(wrong)
+        learn(module, 1e-3)
+        worker.weight(0)
+        with pytest.raises(ConfigurationError, match=r"weight\(0\) in each"):
+            worker.push()
+        worker.weight(2)
+        worker.push()
+        worker.pull()
+
+
 def test_workers_weigh_what_they_did() -> None:
     with hosted(2) as server:
         (first, worker), (second, other) = both_joined(server, period=BY_HAND)
         begin = flat(first)
         for module, each, amount in ((first, worker, 3.0), (second, other, 1.0)):
             learn(module, 1e-3 * amount)
-            each.did(amount)
+            each.weight(amount)
             each.push()
         learned = begin - flat(second)
         worker.pull()
@@ -652,7 +668,7 @@ def test_a_loop_without_an_optimizer_is_refused_or_exchanges_by_hand(data: bool)
         worker = commopt.attach(module, ParameterServer(address_of(server), period=2))
         for _ in range(6):
             step()
-            worker.did(1)
+            worker.weight(1)
             worker.push()
             worker.pull()
         assert worker.round == 6
@@ -678,12 +694,12 @@ def test_a_refused_delta_keeps_its_weight() -> None:
         fast_worker.push()
         fast_worker.pull()
         learn(slow, 1e-3)
-        slow_worker.did(7)
+        slow_worker.weight(7)
         slow_worker.push()
         slow_worker.pull()
         assert slow_worker.refused == 1
         before = server.done
-        slow_worker.did(2)
+        slow_worker.weight(2)
         slow_worker.push()
         slow_worker.pull()
         assert server.done - before == 7 + 2

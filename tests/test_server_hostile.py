@@ -62,7 +62,7 @@ class Good:
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.add_(1e-3)
-        self.worker.did(1)
+        self.worker.weight(1)
         self.worker.push()
         self.worker.pull()
         assert self.server.round == before + 1

@@ -174,6 +174,13 @@ class Aggregator(ConciseRepr, ABC):
 
     # ------------------------------------------------------------------------------------ properties
 
+    def reach(self, team: Team, step: int | None) -> Team | None:
+        """Return the ranks of `team` whose gradients are averaged with this one's in `step`, None where nobody's are.
+
+        step: None for after all warm-up.
+        """
+        return team
+
     def sums_of(self, team: Team) -> Team | None:
         """Return the team whose own all_reduce is all that `all_reduce` does over `team`, None where it does more."""
         return None

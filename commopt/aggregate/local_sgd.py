@@ -54,6 +54,10 @@ class LocalSGD(Aggregator):
         DiLoCo, arXiv 2501.18512).
     delay: the steps that are made while deltas travel, below `period`. Their updates stay: the round's change is added.
     merge: the share of the round's result in a node's parameters, in (0, 1].
+    offload: keep theta, its momentum and e_k in host memory, pinned for a GPU, which has a copy of one message's while
+        that is under way. On n elements, with m in the largest message of parameters (25 MiB, or one parameter), the
+        device then holds beside DDP's memory 4 n / fragments bytes of parameters on their way (with `delay` twice that)
+        and at most 32 m; without it up to 12 n / L more on a node of L ranks, and 4 n / P of P ranks. The same bits.
     """
 
     period: int = 8
@@ -66,6 +70,7 @@ class LocalSGD(Aggregator):
     fragments: int = 1
     delay: int = 0
     merge: float = 1.0
+    offload: bool = False
 
     node_local: ClassVar[bool] = True
 
@@ -93,8 +98,14 @@ class LocalSGD(Aggregator):
                 f"LocalSGD(gradients={self.gradients!r}) would never send its residuals once gradients stay "
                 f"inside the nodes; use Hierarchical(), Flat(), or a compression with feedback=None"
             )
-        if not isinstance(self.buffers, bool):
-            raise ConfigurationError(f"LocalSGD(buffers={self.buffers!r}) must be True or False")
+        for name in ("buffers", "offload"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigurationError(f"LocalSGD({name}={getattr(self, name)!r}) must be True or False")
+        if self.offload and self.compressor is None and self.outer == Outer():
+            raise ConfigurationError(
+                "LocalSGD(offload=True) keeps nothing between rounds that could be offloaded; leave offload, or add an "
+                "outer optimizer or a compressor"
+            )
         if not isinstance(self.outer, Outer):
             raise ConfigurationError(f"LocalSGD(outer={self.outer!r}) must be a commopt.Outer, as Outer(lr=0.7)")
         if self.compressor is None:
@@ -164,6 +175,10 @@ class LocalSGD(Aggregator):
         """Return the calls for a buffer of gradients. Those for parameters are in HookState.stats()."""
         reach = team.intra if self._stays_inside(team, buffer.step) else team
         return () if reach is None else self.gradients.calls(buffer, reach)
+
+    def reach(self, team: Team, step: int | None) -> Team | None:
+        """Return the node from `start_step` on, None for a node of one rank."""
+        return team.intra if self._stays_inside(team, step) else team
 
     def phase(self, step: int) -> int:
         """Return the earliest step that reaches as far and sends as much."""

@@ -72,7 +72,9 @@ class Deltas(Aggregator):
         if context.step == 0:
             agreed.copy_(buffer)
             return
-        share = scale if context.share is None else context.share
+        share = scale if context.share is None else context.share * context.weight
+        if context.weight == 0:  # nothing was learned here
+            share = 0.0
         buffer.mul_(-scale).add_(anchor, alpha=share)
         self.inner.all_reduce(buffer, team, 1.0, context)
         moments = context.moment(MOMENTUM_BUFFER, buffer.device) if self.outer.momentum else ()

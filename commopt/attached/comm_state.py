@@ -100,6 +100,25 @@ class CommState:
             self._registration.steps_between.expect()
         return made
 
+    def weight(self, n: float | Tensor) -> None:
+        """Let this rank's gradients count for `n` in the average of this step: the samples or tokens they are of.
+
+        With g_r the gradient of rank r as its backward leaves it, of the mean loss over its n_r samples, `.grad` is
+        sum_r n_r g_r / sum_r n_r, the gradient of the mean loss over all samples, in the place of the mean of all g_r.
+        Call it on every rank, in every step, before the forward whose backward is averaged; calls before earlier
+        forwards under no_sync() add up. n: a number, 0 or more (a tensor on a GPU would be waited for). A rank with 0
+        sends zeros, whatever its gradients are; a rank without further data in join() counts as 0. Where all have 0
+        the average is zero, and a warning says so once.
+
+        With a LocalSGD it is the weight inside the node, and what a node's gradients counted for since the last round
+        is the weight of its parameters in the next one.
+
+        Raises ConfigurationError for what is no weight, on this rank now and on the others in their backward; on all
+        ranks in backward where one of them gave none; at once with `adam=`. Where only some ranks begin to call it they
+        raise MismatchError within `timeout`.
+        """
+        self._registration.weigh(n)
+
     def average_parameters(self) -> None:
         """Replace the parameters by their mean over all ranks, exactly; collective.
 

@@ -26,8 +26,8 @@ from commopt.aggregate import Aggregator, LocalSGD
 from commopt.aggregate.base import call
 from commopt.attached.checksum import as_bytes, checksum, local
 from commopt.attached.options import AttachOptions
+from commopt.attached.rank_table import RankTable
 from commopt.attached.reduction import SentBytes
-from commopt.cuda_streams import current_stream
 from commopt.errors import ConfigurationError, MismatchError
 from commopt.feedback import ResidualStore, is_average
 from commopt.groups import Team
@@ -104,26 +104,6 @@ class Split:
 
 
 @dataclass(eq=False)
-class _ReplicaTable:
-    """One comparison. steps: complete before it. table: the words of all ranks, [rank, word]; host: its copy here."""
-
-    steps: int
-    table: Tensor
-    host: Tensor | None = None
-    copied: torch.cuda.Event | None = None
-    pending: Pending | None = None
-
-    def rows(self) -> list[list[int]]:
-        """Return the table once it is there; on CUDA the host waits for what was launched before it only."""
-        assert self.pending is not None
-        self.pending.wait()
-        if self.copied is not None:
-            self.copied.synchronize()
-        found: list[list[int]] = (self.table if self.host is None else self.host).tolist()
-        return found
-
-
-@dataclass(eq=False)
 class DivergenceCheck:
     """Compares replicas every `every` steps of one model; `compare`, `look` and `repair` are called on all ranks alike.
 
@@ -146,7 +126,8 @@ class DivergenceCheck:
     equal_after: int | None = None  # steps, of the last check that found replicas equal
     checked_after: int = -1  # steps, of the last check
     residual_norms: list[float] = field(default_factory=list)
-    unread: _ReplicaTable | None = field(default=None, init=False)  # the last check, until `look`
+    # After how many steps, and what was found, until `look`.
+    unread: tuple[int, RankTable] | None = field(default=None, init=False)
     _told: dict[str, list[Split]] = field(default_factory=dict, init=False)
     _repairs: list[Split] = field(default_factory=list, init=False)
 
@@ -209,25 +190,21 @@ class DivergenceCheck:
         team = self.everyone.team
         held = [(replicas.parameters(), replicas.buffers()) for replicas in self.replicas]
         width = self._width
-        check = _ReplicaTable(steps, torch.zeros(team.size, width, dtype=torch.int64, device=device))
+        check = RankTable(torch.zeros(team.size, width, dtype=torch.int64, device=device))
 
         def run() -> None:
             mine = check.table.new_zeros(width)
             if takes_part and held:
                 words = [word for each in held for word in self._words(*each, device)]
                 mine[: len(words)] = torch.cat(words)
-            team.all_gather(check.table.view(-1), mine)
-            if device.type == "cuda":
-                check.host = torch.empty(check.table.shape, dtype=torch.int64, device="cpu", pin_memory=True)
-                check.host.copy_(check.table, non_blocking=True)
-                check.copied = current_stream(device).record_event()
+            check.gather(team, mine)
 
         read = [local(each) for named in held for tensors in named for each in tensors.values()]
         on_device = [each for each in read if each.device == device]
         self.sent.count_calls(("checksums", width), lambda: call(team, "all_gather", width * 8), team)
         title = f"checksums of the replicas after {steps} steps"
         check.pending = self.everyone.submit(title, run, check.table, on_device)
-        self.unread = check
+        self.unread = steps, check
         return check.pending
 
     def _words(self, parameters: Named, buffers: Named, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -241,25 +218,26 @@ class DivergenceCheck:
 
     def look(self) -> None:
         """Act on the `unread` check; when the next backward begins. Raises MismatchError, on all ranks, if it is to."""
-        check, self.unread = self.unread, None
-        assert check is not None
+        found, self.unread = self.unread, None
+        assert found is not None
+        steps, check = found
         rows, team = check.rows(), self.everyone.team
         place = {rank: number for number, rank in enumerate(team.ranks)}
         self.checks += 1
-        self.checked_after = check.steps
+        self.checked_after = steps
         self.residual_norms = [_norm_in(row[1]) for row in rows]
-        self._look_at_residuals(check.steps)
+        self._look_at_residuals(steps)
         parameters, buffers = list[Split](), list[Split]()
         for numbers in self._sets:
             words = {rank: rows[place[rank]][_WORDS * number :] for rank, number in numbers.items()}
             of_buffers = {rank: each[0] and (each[1] >> 32) & _LOW | 1 << 32 for rank, each in words.items()}
             parameters += filter(None, [Split.of({rank: each[0] for rank, each in words.items()})])
             buffers += filter(None, [Split.of(of_buffers)])
-        self._tell_of_buffers(buffers, check.steps)
+        self._tell_of_buffers(buffers, steps)
         if parameters:
-            self._act(parameters, check.steps)
+            self._act(parameters, steps)
         else:
-            self.equal_after = check.steps
+            self.equal_after = steps
             self._told.pop("parameters", None)
 
     def _act(self, splits: list[Split], steps: int) -> None:

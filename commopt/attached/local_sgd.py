@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from hashlib import sha256
+from functools import partial
 from typing import Any
 from weakref import finalize, ref
 
@@ -17,43 +16,16 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from commopt.aggregate import Aggregator, LocalSGD
 from commopt.attached.optimizer_steps import OptimizerSteps
 from commopt.attached.reduction import Reduction, SentBytes, Step
+from commopt.attached.rounds import Flight, Rounds, Underway, digest_of, factor_of_node, part_from, weights_from
 from commopt.attached.snapshot import Copy, StepBoundary
 from commopt.errors import ConfigurationError
 from commopt.feedback import Layout, Piece, ResidualStore
 from commopt.feedback.checkpoint import field, refuse, required
 from commopt.feedback.parameter_buckets import Named, ParameterBucket, fragments_of, parameter_buckets
-from commopt.lanes import Agreement, LaneClient, Pending
+from commopt.lanes import Agreement, LaneClient
 from commopt.schedule import reducer
 
 _log = logging.getLogger("commopt")
-
-_DIGESTED_AT_ONCE = 2**24  # elements, which are made int64 for it
-
-
-@dataclass(eq=False)
-class _Flight:
-    """A bucket on its way.
-
-    values: once `pending` has ended, put into the bucket, or with `adds` added to it.
-    agreement: that all ranks have come to this round; None for values from a checkpoint.
-    """
-
-    bucket: ParameterBucket
-    values: Tensor
-    adds: bool
-    agreement: Agreement | None = None
-    pending: Pending | None = None
-
-    def end(self) -> Tensor:
-        """Return the values, once they are there. Raises MismatchError where ranks have come to different rounds."""
-        if self.agreement is not None:
-            self.agreement.wait()
-        if self.pending is not None:
-            self.pending.wait()
-        return self.values
-
-
-Underway = dict[int, list[_Flight]]  # by fragment
 
 
 class ParameterAverages:
@@ -109,6 +81,9 @@ class ParameterAverages:
         self._layouts: dict[Layout, Layout] = {}
         self._turn = -1  # the steps before the last one
         self._before_write = before_write
+        self._weights: list[float] | None = (
+            None  # of this node since each fragment's round; None while nobody gives any
+        )
         self._averaged_at: int | None = 0  # the steps after which all nodes have been given the same
         self._first_round: Agreement | None = None
         self._looked = False  # whether nodes were seen to learn by themselves
@@ -177,15 +152,25 @@ class ParameterAverages:
             self._averaged_at = None
             number = average.round_after(steps)
             call = f"round {number} of the parameters, after {steps} optimizer steps"
-            agreement = self._agree_on(client, call) if leave else client.agree(call)
+            weights = None if self._weights is None else [self._weights[each] for each in leave]
+            agreement = self._agree_on(client, call, weights) if leave else client.agree(call)
             if begins:
                 self._drop_anchor(client, agreement)
-            for fragment in leave:
+            for place, fragment in enumerate(leave):
+                weight = None if weights is None else partial(factor_of_node, client, agreement, place)
                 self._underway[fragment] = [
-                    self._send(client, bucket, by, number, agreement) for bucket, by in self._buckets(fragment)
+                    self._send(client, bucket, by, number, agreement, weight=weight)
+                    for bucket, by in self._buckets(fragment)
                 ]
+                if self._weights is not None:
+                    self._weights[fragment] = 0.0
         for fragment in land:
             self._land(fragment)
+
+    def add_weight(self, weight: float) -> None:
+        """Take note of what the gradients of this node counted for in a step."""
+        before = [0.0] * self._average.fragments if self._weights is None else self._weights
+        self._weights = [each + weight for each in before]
 
     def run(self, client: LaneClient, call: str) -> None:
         """Take the exact mean now, whatever is due and without changing it; collective. Returns as `take_turn` does.
@@ -211,12 +196,15 @@ class ParameterAverages:
 
     # ------------------------------------------------------------------------------------- looking at others
 
-    def _agree_on(self, client: LaneClient, call: str) -> Agreement:
-        """Let all ranks find out whether they are at the same round; the first time also what they hold."""
+    def _agree_on(self, client: LaneClient, call: str, weights: list[float] | None) -> Agreement:
+        """Let all ranks find out whether they are at the same round, and the weights of its fragments.
+
+        The first time also what they hold.
+        """
         if self._looked:
-            return client.agree(call)
+            return client.agree(call, weights=weights)
         self._looked = True
-        self._first_round = client.agree(call, parameters=_digest(self._read()))
+        self._first_round = client.agree(call, parameters=digest_of(self._read()), weights=weights)
         return self._first_round
 
     def _look_at_first_round(self) -> None:
@@ -237,7 +225,7 @@ class ParameterAverages:
     def _compare_with_state(self, client: LaneClient) -> None:
         """Warn when some ranks go on with other parameters than those that their state was taken of."""
         left_as, self._left_as = self._left_as, None
-        same = left_as in ("", _digest(self._read()))
+        same = left_as in ("", digest_of(self._read()))
         answers = client.agree("the first step after load_state_dict", same=same).wait()
         others = [rank for rank, answer in zip(client.team.ranks, answers, strict=True) if not answer["same"]]
         if others:
@@ -259,7 +247,7 @@ class ParameterAverages:
                 values = bucket.values(copy=True)
                 if alone is not None and alone.rank > 0:  # the sum over a node is to be what one rank holds, exactly
                     values.zero_()
-                flight = _Flight(bucket, values, adds=False, agreement=agreement)
+                flight = Flight(bucket, values, adds=False, agreement=agreement)
                 flights.append(self._submit(client, flight, by, 0, 1.0))
         for flight in flights:
             flight.end()
@@ -273,22 +261,31 @@ class ParameterAverages:
         number: int,
         agreement: Agreement,
         adds: bool | None = None,
-    ) -> _Flight:
+        weight: Callable[[], float] | None = None,
+    ) -> Flight:
         average = self._average
         if adds is None:
             adds = average.delay > 0 or average.merge < 1
-        flight = _Flight(bucket, bucket.values(copy=adds), adds, agreement)
+        flight = Flight(bucket, bucket.values(copy=adds), adds, agreement)
         # Over all ranks though those of a node agree: in DDP's join() they may not, and inside a node it is cheap.
-        return self._submit(client, flight, by, number, 1.0 / client.team.size)
+        return self._submit(client, flight, by, number, 1.0 / client.team.size, weight)
 
-    def _submit(self, client: LaneClient, flight: _Flight, by: Aggregator, number: int, scale: float) -> _Flight:
+    def _submit(
+        self,
+        client: LaneClient,
+        flight: Flight,
+        by: Aggregator,
+        number: int,
+        scale: float,
+        weight: Callable[[], float] | None = None,
+    ) -> Flight:
         """Queue the message of a flight, of round `number` of its bucket."""
         values, agreement = flight.values, flight.agreement
         assert agreement is not None  # nothing is sent without one
         layout = flight.bucket.layout
         layout = self._layouts.setdefault(layout, layout)  # one object for all rounds
         base = values.clone() if flight.adds else None
-        step = Step(number, self._store if by.residual_paths else None)
+        step = Step(number, self._store if by.residual_paths else None, weight=weight)
         title = "average of the parameters"
         reduction = Reduction(values, layout, step, by, client.team, title=title, scale=scale, base=base)
         flight.pending = reduction.submit(client, self.sent, agreement)
@@ -340,18 +337,19 @@ class ParameterAverages:
         self.optimizer_steps.update()
         flights = [flight for flights in self._underway.values() for flight in flights]
         differ = self.client is not None and self.client.team.node_count > 1
-        counted = {"steps": self.steps, "parameters": _digest(self._read()) if differ else ""}
+        counted = {"steps": self.steps, "parameters": digest_of(self._read()) if differ else ""}
+        weights = None if self._weights is None else list(self._weights)
         anchored = self._anchored
 
         def read(copy: Copy) -> dict[str, Any]:
             underway: dict[str, Tensor] = {}
             for flight in flights:
                 underway |= {name: copy(part) for name, part in flight.bucket.parts(flight.end()).items()}
-            return {"anchored": anchored, "underway": underway, **counted}
+            return {"anchored": anchored, "underway": underway, "weights": weights, **counted}
 
         return read
 
-    def read(self, saved: Mapping[str, Any]) -> tuple[bool, Underway, str]:
+    def read(self, saved: Mapping[str, Any]) -> Rounds:
         """Return what `state` returned as `resume` takes it; raises ConfigurationError for what is damaged."""
         anchored, values = field(saved, "anchored", bool, "rounds"), dict(field(saved, "underway", dict, "rounds"))
         underway: Underway = {}
@@ -359,15 +357,16 @@ class ParameterAverages:
             for bucket, _ in self._buckets(fragment):
                 if values.keys().isdisjoint(bucket.tensors):
                     continue
-                parts = [_part(values.pop(name, None), name, tensor) for name, tensor in bucket.tensors.items()]
+                parts = [part_from(values.pop(name, None), name, tensor) for name, tensor in bucket.tensors.items()]
                 joined = torch.cat([each.reshape(-1).to(bucket.device, bucket.dtype) for each in parts])
-                underway.setdefault(fragment, []).append(_Flight(bucket, joined, adds=True))
+                underway.setdefault(fragment, []).append(Flight(bucket, joined, adds=True))
         if values:
             refuse("a name in rounds['underway']", next(iter(values)), "one of the model's")
         left_as = required(saved.get("parameters", ""), str, "rounds['parameters']")
-        return anchored or not self._average.parameters.residual_paths, underway, left_as
+        weights = weights_from(saved.get("weights"), self._average.fragments)
+        return anchored or not self._average.parameters.residual_paths, underway, left_as, weights
 
-    def resume(self, steps: int, store: ResidualStore, rounds: tuple[bool, Underway, str] | None) -> None:
+    def resume(self, steps: int, store: ResidualStore, rounds: Rounds | None) -> None:
         """Resume after `steps` optimizer steps: the parameters are a checkpoint's now, or will be at the next forward.
 
         rounds: None for one of another world. There nodes agree on the parameters as they are then.
@@ -377,24 +376,7 @@ class ParameterAverages:
         self._store = store
         self._averaged_at = None
         unanchored = not self._average.parameters.residual_paths
-        self._anchored, self._underway, self._left_as = rounds or (unanchored, {}, None)
-
-
-def _digest(tensors: Named) -> str:
-    """Return a digest of what tensors hold: of the sums of their bits, which any device adds up in no time."""
-    sums = []
-    for name, tensor in tensors.items():
-        flat = tensor.detach().contiguous().view(-1)
-        bits = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32}.get(flat.element_size(), torch.int64))
-        total = sum(int(part.sum(dtype=torch.int64)) for part in bits.split(_DIGESTED_AT_ONCE))
-        sums.append((name, tuple(tensor.shape), total))
-    return sha256(repr(sums).encode()).hexdigest()
-
-
-def _part(values: object, name: str, tensor: Tensor) -> Tensor:
-    if not isinstance(values, Tensor) or values.shape != tensor.shape or not values.isfinite().all():
-        refuse(f"rounds['underway'][{name!r}]", values, f"a finite tensor of shape {list(tensor.shape)}")
-    return values
+        self._anchored, self._underway, self._left_as, self._weights = rounds or (unanchored, {}, None, None)
 
 
 def _require_float32_holds(average: LocalSGD, parameters: Named) -> None:

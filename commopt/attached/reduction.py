@@ -46,6 +46,7 @@ class Step:
     gradients: those buffers, until the end of the step.
     skips: whether parameters without a gradient on any rank may be among the others.
     replay: averages a bucket by CUDA graphs and returns True, or does nothing; None on a CPU.
+    weight: returns, on the lane, what this rank counts for, 1 for as much as the mean of all; None: all alike.
     """
 
     number: int
@@ -55,6 +56,7 @@ class Step:
     gradients: list[Tensor] = field(default_factory=list)
     skips: bool = False
     replay: Callable[[Reduction], bool] | None = None
+    weight: Callable[[], float] | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -216,9 +218,21 @@ class Reduction:
         store, team = self.step.store, self.team
         scale = 1.0 / team.size if self.scale is None else self.scale
         if store is None:
-            return BufferContext.unremembered(flat.numel()), scale
-        number, rank = self.step.number, team.ranks[team.rank]
-        return context_for(self.aggregator, self.layout, team, store, number, self.number, rank, loss_scale), scale
+            context = BufferContext.unremembered(flat.numel())
+        else:
+            number, rank = self.step.number, team.ranks[team.rank]
+            context = context_for(self.aggregator, self.layout, team, store, number, self.number, rank, loss_scale)
+        return (
+            (context, scale) if self.step.weight is None else self._weighted(flat, context, scale, self.step.weight())
+        )
+
+    def _weighted(
+        self, flat: Tensor, context: BufferContext, scale: float, weight: float
+    ) -> tuple[BufferContext, float]:
+        """Let this rank's values count for `weight`: as part of the factor, so that they are rounded once."""
+        if weight == 0:  # what a rank without samples has may be NaN, and no factor of a sum is zero
+            (flat if self.source is None else self.source).zero_()
+        return replace(context, weight=weight), scale * (weight or 1.0)
 
     def _end(self, results: list[Tensor]) -> None:
         """Let the store know the end of the message. results: where something is not finite if anything is not."""

@@ -20,9 +20,11 @@ from commopt.attached.options import AttachOptions
 from commopt.attached.reduction import Reduction, SentBytes, Step
 from commopt.attached.replay import Replays, replay_wanted
 from commopt.attached.snapshot import Copy, StepBoundary
+from commopt.attached.step_weights import StepWeights, factor_of
+from commopt.errors import ConfigurationError
 from commopt.feedback import Layout, ResidualStore, spread
 from commopt.feedback.checkpoint import required, whole
-from commopt.groups import Membership, WireBytes
+from commopt.groups import Membership, Team, WireBytes
 from commopt.lanes import LaneClient
 from commopt.recording import Recorder
 from commopt.schedule.config import agreed_plan
@@ -48,6 +50,7 @@ class Registration:
     directions: with adam=, checks what optimizers do with directions.
     divergence: compares replicas; None where there are none, or where nobody wants it.
     sent: counts the payload.
+    step_weights: those that users give of this rank's gradients.
     logs: called after each step, in the thread of backward.
     hook_ns, hook_calls: the time spent in the hook, and how often it was called.
     """
@@ -76,11 +79,13 @@ class Registration:
         self.directions: Directions | None = None
         self.divergence: DivergenceCheck | None = None
         self.store = ResidualStore(per_step=scaler is not None and scaler.is_enabled())
+        self.store.offload = isinstance(aggregator, LocalSGD) and aggregator.offload
         self.step = Step(0, self.store, scaler)
         self.boundary = StepBoundary()
         self.recorder = Recorder(always=options.record)
         self.logs: list[Callable[[], None]] = []
         self.sent = SentBytes()
+        self.step_weights = StepWeights(self.sent)
         self.hook_ns = self.hook_calls = 0
         self._replays: Replays | None = None
 
@@ -173,6 +178,59 @@ class Registration:
         """Take note of another GradScaler."""
         self.scaler = scaler
         self.store.transaction.per_step = scaler is not None and scaler.is_enabled()
+
+    def weigh(self, weight: Any) -> None:
+        """Let this rank's gradients count for `weight` in the next averaged backward, as CommState.weight."""
+        self.require_open("weight")
+        if self.aggregator is not None and self.aggregator.adam is not None:
+            raise ConfigurationError(
+                f"weight() is for averages of gradients, and {self.aggregator} makes a direction of each node's, which "
+                f"is as long whatever it was made of; leave out adam=, or weight()"
+            )
+        try:
+            self.step_weights.give(weight)
+        except ConfigurationError:
+            self.begin_weights()  # so that the others learn of it
+            raise
+
+    def begin_weights(self, *, shadowed: bool = False) -> None:
+        """Start the exchange of weights of the coming step if there are any; all ranks at the same place.
+
+        shadowed: as StepWeights.begin has it.
+        """
+        if self.step_weights.used:
+            client = self.client
+            parameter = next(iter(self.parameters.values()), None)
+            device = client.team.default_device if parameter is None else parameter.device
+            self.step_weights.begin(client, self._weighted_team, self.steps, self.device or device, shadowed=shadowed)
+
+    @property
+    def _weighted_team(self) -> Team | None:
+        """The ranks whose gradients are averaged with this one's in the next step, None where nobody's are."""
+        team = self.client.team
+        if self.aggregator is None:
+            return team
+        return self.aggregator.reach(team, self.steps if self.averages is None else self.averages.steps)
+
+    def weight_of_step(self, *, shadowed: bool = False) -> Callable[[], float] | None:
+        """Return what tells this rank's factor in the step that begins, None where nobody gives weights.
+
+        Raises ConfigurationError, on all ranks, where one of them has given none.
+        """
+        if not self.step_weights.used:
+            return None
+        self.begin_weights(shadowed=shadowed)
+        client, team = self.client, self._weighted_team
+        weights = self.step_weights.found(client, team, self.steps)
+        factor = factor_of(weights, 0 if team is None else team.rank)
+        return lambda: factor
+
+    def end_weights(self) -> None:
+        """Forget the weights of a step that is complete, but for what a node's part in the next round is."""
+        total = self.step_weights.total
+        if total is not None and self.averages is not None and self._weighted_team is not self.client.team:
+            self.averages.add_weight(total)
+        self.step_weights.end()
 
     def replay_of(
         self, store: ResidualStore, device: torch.device, *, moves: bool = False
@@ -286,7 +344,7 @@ class Registration:
         extras: what `read_extras` returned, None in another world.
         """
         store.transaction.steps = self.steps = steps
-        store.beside = self.store.beside
+        store.beside, store.offload = self.store.beside, self.store.offload
         self.store = store
         if self.averages is not None:
             self.averages.resume(steps, store, extras)

@@ -73,6 +73,7 @@ class BufferContext:
     memory: the residuals that earlier steps have found for the buffer.
     scratch: where to take memory from.
     steps: the number of Adam's steps of the parameters of the whole buffer; None where nobody counts them.
+    weight: what each rank that was added up into this buffer counts for, 1 for as much as the mean of all.
     """
 
     layout: Layout
@@ -87,6 +88,7 @@ class BufferContext:
     memory: BufferMemory = field(default_factory=BufferMemory)
     scratch: Scratch = field(default_factory=Scratch)
     steps: ParameterSteps | None = None
+    weight: float = 1.0
 
     @classmethod
     def unremembered(cls, numel: int, step: int = 0, rank: int = 0) -> BufferContext:

@@ -33,6 +33,7 @@ class Residual:
     values: [layout.numel], float32 or bfloat16.
     spare: memory for the next values while a whole step may yet be dropped, float32 [layout.numel].
     flushing: whether the next step sends it exactly: it is gone when that is committed.
+    used_on: the device of the buffer, where `values` are offloaded to host memory; else None.
     """
 
     path: str
@@ -41,6 +42,16 @@ class Residual:
     values: Tensor
     spare: Tensor | None = None
     flushing: bool = False
+    used_on: torch.device | None = None
+
+    def place(self, device: torch.device, dtype: torch.dtype, *, offload: bool) -> None:
+        """Let the values be where a buffer on `device` is; with `offload` in host memory its GPU reads by itself."""
+        if not offload:
+            self.values = self.values.to(device, dtype)
+        elif self.used_on != device or self.values.dtype != dtype:
+            pinned = device.type == "cuda"
+            kept = torch.empty(self.layout.numel, dtype=dtype, device="cpu", pin_memory=pinned)
+            self.values, self.used_on = kept.copy_(self.values), device
 
 
 def is_average(path: str) -> bool:

@@ -86,6 +86,7 @@ class ResidualStore:
         self.scratch = Scratch()
         self.transaction = Transaction(self._remove, self.scratch, self.lock, per_step)
         self.warm = warm
+        self.offload = False  # whether values are kept in host memory, and fetched for each message
         self.buffers: dict[Layout, BufferMemory] = {}  # no two of them have a parameter in common
         self.divisions: dict[str, dict[Layout, str]] = {}  # by path: how buffers were divided over the ranks last
         self._in_use: dict[Key, Residual] = {}
@@ -120,9 +121,13 @@ class ResidualStore:
                 self.put(Residual(path, kind, layout, values.to(dtype)))
             found = self._in_use[key]
             found.flushing = False
-            found.values = found.values.to(device, dtype)  # a checkpoint brings values in host memory
+            if not self.offload:
+                found.place(device, dtype, offload=False)  # a checkpoint brings values in host memory
             if kind == "worker" and any(each.path == path and each.layout.overlaps(layout) for each in self._waiting):
-                found.values = (found.values + self.pop(path, layout, device)).to(dtype)
+                found.values = (found.values + self.pop(path, layout, found.values.device)).to(dtype)
+                found.used_on = None
+            if self.offload:
+                found.place(device, dtype, offload=True)
             return found
 
     def put(self, residual: Residual) -> None:
@@ -134,8 +139,9 @@ class ResidualStore:
         del self._in_use[residual.path, residual.kind, residual.layout]
 
     def residuals(self) -> list[Residual]:
-        """Return all residuals, in use and waiting."""
+        """Return all residuals, in use and waiting; offloaded ones once they are there."""
         with self.lock:
+            self.transaction.settle()
             return [*self._in_use.values(), *self._waiting]
 
     def has(self, path: str, layout: Layout) -> bool:
@@ -150,6 +156,7 @@ class ResidualStore:
         Both are in units of the average, so the sum stays what it is, and nothing needs to be sent.
         """
         with self.lock:
+            self.transaction.settle()
             for each in list(self._in_use.values()):
                 if each.path == path and kind in (None, each.kind) and each.layout.overlaps(layout):
                     self._release(each)
@@ -269,11 +276,13 @@ class ResidualStore:
         factors: of PowerSGD, or how far nodes agree about Adam's directions.
         masks: which elements no rank has touched.
         scratch: of the work on one bucket.
+        offloaded: with LocalSGD(offload=True), the residuals and averages, in host memory.
         """
-        found = {"residuals": 0, "averages": 0}
+        found = {"residuals": 0, "averages": 0, **({"offloaded": 0} if self.offload else {})}
         for each in self.residuals():
             tensors = [tensor for tensor in (each.values, each.spare) if tensor is not None]
-            found["averages" if is_average(each.path) else "residuals"] += sum(tensor.nbytes for tensor in tensors)
+            kind = "averages" if is_average(each.path) else "residuals"
+            found[kind if each.used_on is None else "offloaded"] += sum(tensor.nbytes for tensor in tensors)
         masks = sum(each.nbytes for each in list(self.untouched.values()))
         return {**found, "factors": self.factors.nbytes, "masks": masks, "scratch": self.scratch.nbytes}
 

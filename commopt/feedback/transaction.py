@@ -11,6 +11,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from commopt.cuda_streams import current_stream
 from commopt.feedback.residual import Residual, round_stochastically
 from commopt.feedback.scratch import Scratch
 from commopt.kernels.cpu import copy_parts, parts_of
@@ -65,6 +66,8 @@ class Transaction:
     flags: list[Tensor] = field(default_factory=list)
     _staged: dict[Residual, tuple[Tensor, int]] = field(default_factory=dict)  # each with the rank that rounds it
     _staged_factors: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    _fetched: dict[Residual, Tensor] = field(default_factory=dict)  # the values of offloaded ones, on their device
+    _copied: torch.cuda.Event | None = None  # to host memory
     _checked: int = 0  # flags of the buffers before the one under way
     _unchecked: list[Tensor] = field(default_factory=list)  # results without a flag
     _under_way: bool = False  # whether a step has begun and not ended
@@ -80,6 +83,7 @@ class Transaction:
     def _forget_staged(self) -> None:
         self._staged.clear()
         self._staged_factors.clear()
+        self._fetched.clear()
         self.flags.clear()
         self._unchecked = []
         self._checked = 0
@@ -97,16 +101,32 @@ class Transaction:
         others cancel.
         """
         before = self._staged.get(residual)
-        old = residual.values.float() if before is None else before[0]
-        if self.per_step:
+        if before is not None:
+            old = before[0]
+        else:
+            old = residual.values.float() if residual.used_on is None else self._fetch(residual, residual.used_on)
+        if self.per_step and residual.used_on is None:
             if residual.spare is None or before is not None:
                 residual.spare = torch.empty(residual.layout.numel, dtype=torch.float32, device=residual.values.device)
             staged = residual.spare
         else:
             tag = f"{len(self._staged)} staged"
-            staged = self.scratch.take(tag, residual.layout.numel, torch.float32, residual.values.device, lasting=True)
+            staged = self.scratch.take(tag, residual.layout.numel, torch.float32, old.device, lasting=True)
         self._staged[residual] = (staged, rank)
         return old, staged
+
+    def _fetch(self, residual: Residual, device: torch.device) -> Tensor:
+        """Return the residual's values as float32 on the device of their buffer, until the message ends."""
+        tag, numel = f"{len(self._fetched)} fetched", residual.layout.numel
+        fetched = self.scratch.take(tag, numel, torch.float32, device, lasting=True)
+        self._fetched[residual] = fetched.copy_(residual.values, non_blocking=True)
+        return fetched
+
+    def settle(self) -> None:
+        """Wait until what was committed to host memory is there."""
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._copied = None
 
     def stage_factors(self, factors: Tensor) -> Tensor:
         """Return where to write the next values of `factors`, which are small and count once they are committed."""
@@ -174,6 +194,8 @@ class Transaction:
         for number, (residual, (staged, rank)) in enumerate(committed.items()):
             if known and residual.flushing:
                 self.remove(residual)
+            elif residual.used_on is not None:
+                self._offload(residual, finite, staged)
             elif known and residual.spare is staged and residual.values.dtype == torch.float32:
                 residual.values, residual.spare = staged, residual.values
             else:
@@ -192,3 +214,13 @@ class Transaction:
             self.dropped = self.dropped + (~finite).long()
         else:
             self.dropped += ~finite  # in its own memory: a CUDA graph counts on there
+
+    def _offload(self, residual: Residual, finite: Tensor, staged: Tensor) -> None:
+        """Commit values to host memory, by way of those that were fetched where the host does not know `finite` yet."""
+        if staged.device.type == "cpu":
+            residual.values.copy_(staged)
+            return
+        fetched = self._fetched[residual]
+        commit(finite, staged, fetched)
+        residual.values.copy_(fetched, non_blocking=True)
+        self._copied = current_stream(staged.device).record_event()

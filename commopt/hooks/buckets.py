@@ -146,6 +146,8 @@ class DDPRegistration(Registration):
         """Adopt, between two steps, a new plan if there is one. sends: whether the backward will send gradients."""
         self.recorder.forward_begins()
         self.controller.before_forward(self.steps, sends=sends)
+        if sends and self.averages is None:  # whose steps are known when a backward begins
+            self.begin_weights()
 
     # ------------------------------------------------------------------------------------- every step
 
@@ -188,6 +190,9 @@ class DDPRegistration(Registration):
     def _begin_step(self, device: torch.device) -> None:
         if self.joined is None:
             self.join()
+        shadowed = torch._C._current_graph_task_id() == -1  # a rank without data, in DDP's join()
+        if self.averages is None:  # at the place of other ranks' forwards
+            self.begin_weights(shadowed=shadowed)
         steps = self.steps
         if self.divergence is not None and self.divergence.unread is not None:
             self.divergence.look()
@@ -200,7 +205,7 @@ class DDPRegistration(Registration):
             self.device = device
         if self.divergence is not None and steps % self.divergence.every == 0:
             # A rank without data, in DDP's join(), makes no optimizer steps.
-            self.divergence.compare(steps, device, takes_part=torch._C._current_graph_task_id() != -1)
+            self.divergence.compare(steps, device, takes_part=not shadowed)
         if self.recorder.enabled:
             self.recorder.begin_step(steps, device)
         # With a LocalSGD its optimizer steps decide whether gradients cross between nodes.
@@ -208,7 +213,9 @@ class DDPRegistration(Registration):
         ddp = self.model()
         skips = ddp is not None and ddp.find_unused_parameters and not ddp.static_graph
         store = self._gradient_store or self.store
-        self.step = Step(number, store, self.scaler, skips=skips, replay=self.replay_of(store, device))
+        weight = self.weight_of_step(shadowed=shadowed)
+        replay = None if weight is not None else self.replay_of(store, device)  # which would keep this step's
+        self.step = Step(number, store, self.scaler, skips=skips, replay=replay, weight=weight)
         if self.exact_sample is not None and is_capturing():
             self.exact_sample = None  # a CUDA graph would sample in every step, or in none
         if self.exact_sample is not None and self.controller.changes != self._sampled_plan:
@@ -305,6 +312,7 @@ class DDPRegistration(Registration):
             client, self.steps, self.device, step.buffers, step.gradients, usual_us, self.exact_sample
         )
         step.gradients.clear()
+        self.end_weights()
         self.steps += 1
         if torch._C._current_graph_task_id() == -1:  # in DDP's join(), whose caller waits
             self._arrived_steps = self.steps

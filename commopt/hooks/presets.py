@@ -295,9 +295,10 @@ hierarchical_dgc = _preset_of(
 )
 
 
-def _local(name: str, about: str, memory: str, **defaults: Any) -> Preset:
-    """Make a preset whose options are those of LocalSGD."""
+def _local(name: str, about: str, memory: str, offloaded: str, **defaults: Any) -> Preset:
+    """Make a preset whose options are those of LocalSGD. offloaded: the bytes on the device with offload=True."""
     also = "; in rounds m are the elements of the largest message of parameters (25 MiB, or one parameter)"
+    also += f"; with offload=True `{offloaded}`, and the rest in host memory"
     preset = _preset_of(name, about, LocalSGD, memory, also, **defaults)
     LOCAL_PRESETS[name] = PRESETS.pop(name)
     return preset
@@ -307,6 +308,7 @@ diloco = _local(
     "diloco",
     "DiLoCo (Douillard et al., arXiv 2311.08105): float32 deltas every 500 steps, then Nesterov's, 0.9 at rate 0.7.",
     "4 * n + 8 * n / L + 16 * m",  # the parameters on their way, those agreed on, and the momentum
+    "4 * n + 16 * m + 8 * m / L",  # copies of the latter two, of one message
     period=500,
     outer=Outer(lr=0.7, momentum=0.9, nesterov=True),
 )
@@ -315,6 +317,7 @@ onebit_local = _local(
     "Signs of deltas and a scale per block, with error feedback (arXiv 1901.09847, there of gradients), every 16 "
     "steps: for AdamW on the slowest links.",
     "4 * n + 8 * n / L + (N > 2) * 4 * n / P + 16 * m",
+    "4 * n + 16 * m + 8 * m / L + (N > 2) * 4 * m / P",
     period=16,
     compressor=OneBit(),
 )

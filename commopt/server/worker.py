@@ -90,18 +90,17 @@ class Worker:
         self._connection = ServerConnection(self._settings, buckets)
         self._residuals = [torch.zeros(bucket.layout.numel, device=bucket.device) for bucket in buckets]
 
-    def did(self, amount: float) -> None:
-        """Report the work done since the last call, for example in samples or tokens: the weight of the next delta.
+    def weight(self, n: float) -> None:
+        """Let the work since the last call count for `n` in the next delta: samples or tokens, as CommState.weight.
 
-        Without a call, steps are counted. With DDP the first rank's report counts. Raises ConfigurationError unless
-        `amount` is above 0 and at most 1e15.
+        Calls add up until a push. Without one steps are counted. With DDP the first rank's call counts. Raises
+        ConfigurationError unless `n` is a number from 0 to 1e15; a push needs a sum above 0.
         """
-        if not isinstance(amount, (int, float)) or isinstance(amount, bool) or not 0 < amount <= _MOST_DONE:
+        if not isinstance(n, (int, float)) or isinstance(n, bool) or not 0 <= n <= _MOST_DONE:
             raise ConfigurationError(
-                f"did({amount!r}) must be a number above 0 and at most {_MOST_DONE:g}: samples or tokens since the "
-                f"last call"
+                f"weight({n!r}) must be a number from 0 to {_MOST_DONE:g}: samples or tokens since the last call"
             )
-        self._amount, self._amount_given = (self._amount if self._amount_given else 0.0) + amount, True
+        self._amount, self._amount_given = (self._amount if self._amount_given else 0.0) + n, True
 
     @property
     def number(self) -> int:
@@ -189,7 +188,8 @@ class Worker:
     def _push(self) -> None:
         server, decay = self._connected(), self._settings.decay
         if self._pushed or not self._amount:
-            why = "no pull() followed the last push()" if self._pushed else "no step was made since the last pull()"
+            why = "no step was made since the last pull(), or weight(0) in each"
+            why = "no pull() followed the last push()" if self._pushed else why
             raise ConfigurationError(f"push(): {why}; train, push() and pull() in turn")
         payloads, self._deltas, self._new_residuals = [], [], []
         for place, bucket in enumerate(self._buckets()):
@@ -340,7 +340,7 @@ class _ManualLoopCheck:
             raise ConfigurationError(
                 f"the parameters of this worker have changed {_MOST_CHANGES} times, but no optimizer of torch.optim "
                 f"has made a step since attach(), so nothing would be exchanged; without such an optimizer call "
-                f"did(1), push() and pull() of the Worker regularly, or close() it"
+                f"weight(1), push() and pull() of the Worker regularly, or close() it"
             )
 
 

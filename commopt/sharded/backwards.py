@@ -131,8 +131,13 @@ class Backwards(Registration):
 
     def _watch(self) -> None:
         self._undo.append(watch_backwards(self._model, self.end, self.give_up))
-        self._undo.append(self._model.register_forward_pre_hook(lambda *_: self.recorder.forward_begins()).remove)
+        self._undo.append(self._model.register_forward_pre_hook(lambda *_: self._forward_begins()).remove)
         self._undo += [group.give_back for group in self.groups]
+
+    def _forward_begins(self) -> None:
+        self.recorder.forward_begins()
+        if self.averages is None and torch.is_grad_enabled() and all(group.sends for group in self.groups):
+            self.begin_weights()
 
     def leave_model(self) -> None:
         """Make the model FSDP's own again, which may be attached again."""
@@ -188,6 +193,7 @@ class Backwards(Registration):
         # After all that backward has sent, on the same lane, so nothing else has to be waited for.
         self.client.run(self._commit, _END, self.device).wait()
         self._compare_replicas()
+        self.end_weights()
         self.steps += 1
         self.reduced_steps += 1
         self.boundary.end()
@@ -218,6 +224,7 @@ class Backwards(Registration):
     def give_up(self) -> None:
         """Forget the backward under way, as FSDP does: what it has staged is dropped when the next begins."""
         self._number = None
+        self.step_weights.end()
         self.client.run(self._forget, "the end of a backward that was given up", self.device).wait()
         self.boundary.end()
 

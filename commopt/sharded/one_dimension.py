@@ -91,8 +91,9 @@ class OneDimension(Backwards):
             raise UnsupportedTensorError(f"gradients are {source.dtype}, which commopt does not add up")
         require_length(parts, output.numel())
         if self._is_first(source.device):
-            replay = self.replay_of(self.store, source.device, moves=True)
-            self.step = Step(self.steps, self.store, self.scaler, replay=replay)
+            weight = self.weight_of_step()
+            replay = None if weight is not None else self.replay_of(self.store, source.device, moves=True)
+            self.step = Step(self.steps, self.store, self.scaler, replay=replay, weight=weight)
         whole, step, scatter = _whole(parts), self.step, self._scatter
         number, recorded = self._next(whole, source.nbytes)
         reduction = Reduction(

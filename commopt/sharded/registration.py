@@ -180,11 +180,34 @@ class ShardedRegistration(Backwards):
 
     # ------------------------------------------------------------------------------------- every backward
 
+    def weigh(self, weight: Any) -> None:
+        """Let this rank's gradients count for `weight`, as Registration.weigh: before FSDP adds them up."""
+        if self.step_weights.total is not None:
+            raise ConfigurationError(
+                f"weight({weight!r}) comes after a backward whose gradients were weighed and added up within the "
+                f"shards; before the first of them give the weight of all that are averaged together"
+            )
+        for group in self.groups:
+            if group.shard_count > 1:
+                group.wrap_scatter(lambda own: _Weighs(own, self._weigh))
+        super().weigh(weight)
+
+    def _weigh(self, source: Tensor) -> None:
+        """Multiply gradients of this rank by its factor, where anybody gives weights."""
+        weight = self.weight_of_step()
+        if weight is not None:
+            factor = weight()
+            source.mul_(factor)
+            if factor == 0:  # what a rank without samples has may be NaN
+                source.zero_()
+
     def reduce(self, group: ParameterGroup, buffer: Tensor) -> None:
         """Average one buffer over the replicas, in place: now, or by the end of backward if FSDP does not notice."""
         entered_ns = perf_counter_ns()
         if (kept := group.take_partial(buffer)) is not None:
             buffer += kept
+        if group.shard_count == 1:
+            self._weigh(buffer)
         if buffer.is_cuda:  # FSDP made it on another stream, and keeps no reference while its values are cast here
             buffer.record_stream(torch.cuda.current_stream(buffer.device))
         if self._is_first(buffer.device):
@@ -291,6 +314,23 @@ class ShardedRegistration(Backwards):
                 store.add(path, layout, values)
         store.factors = everything.factors
         store.warm = True
+
+
+class _Weighs:
+    """Stands in the place of a reduce-scatter of FSDP, which it calls. weigh: has the gradients before."""
+
+    def __init__(self, reduce_scatter: Any, weigh: Callable[[Tensor], None]) -> None:
+        self._reduce_scatter = reduce_scatter
+        self._weigh = weigh
+
+    def allocate(self, *size: Any, **options: Any) -> Any:
+        """Return memory of the other's."""
+        return self._reduce_scatter.allocate(*size, **options)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *others: Any, **options: Any) -> Any:
+        """Weigh the gradients, then reduce and scatter them."""
+        self._weigh(input_tensor)
+        return self._reduce_scatter(output_tensor, input_tensor, *others, **options)
 
 
 def _shards_of(found: ref[ShardedRegistration], replicas: dist.ProcessGroup | None) -> dict[str, Tensor]:

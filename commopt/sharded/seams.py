@@ -246,6 +246,23 @@ class ParameterGroup:
         else:
             module.set_custom_reduce_scatter(reduce_scatter)
 
+    @property
+    def sends(self) -> bool:
+        """Whether the next backward averages what it finds."""
+        return bool(self._raw.reduce_grads and self._raw.all_reduce_grads)
+
+    def wrap_scatter(self, wrap: Callable[[Any], Any]) -> None:
+        """Let `wrap(reduce_scatter)` stand in the place of FSDP's own within the shards; the first time."""
+        if "_reduce_scatter_comm" in self._ours:
+            return
+        if not hasattr(self._raw, "_reduce_scatter_comm"):
+            raise ConfigurationError(
+                f"torch {torch.__version__} adds gradients up over the shards before commopt can weigh them; use torch "
+                f"2.9 or later, or no weight()"
+            )
+        self._keep("_reduce_scatter_comm")
+        self._raw._reduce_scatter_comm = self._ours["_reduce_scatter_comm"] = wrap(self._raw._reduce_scatter_comm)
+
     def gather_by(self, model: nn.Module, all_gather: Any) -> None:
         """Let `all_gather` gather the weights."""
         self._keep("_all_gather_comm")

@@ -142,7 +142,7 @@ def ParameterServer() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(4):
         model(torch.ones(2, 4)).sum().backward()
-        comm.did(2)  # samples, which deltas weigh by
+        comm.weight(2)  # samples, which deltas weigh by
         optimizer.step()  # every second one ends with a push and a pull
     comm.close()
     torch.save(server.state_dict(), "model.pt")
