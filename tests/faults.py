@@ -587,6 +587,14 @@ FAULTS: tuple[Fault, ...] = (
     ),
     # ------------------------------------------------------------------------------------ programs and machines
     Fault(
+        "a rank that ends with other parameters has ended right",
+        "commopt/chaos/judge.py",
+        'return "" if mine == right else f"rank {rank} ends with other parameters',
+        'return "" if mine else f"rank {rank} ends with other parameters',
+        "chaos: a wrong model is told",
+        ("test_chaos",),
+    ),
+    Fault(
         "a model that is evaluated first gets no hook",
         "commopt/run/models.py",
         " or not torch.is_grad_enabled():\n            return\n",

@@ -100,6 +100,17 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "local_sgd": (f"{_LOCAL_SGD}test_a_node_drops_a_step_alone_and_the_others_wait_for_nothing",),
         "auto": ("test_handover.py::test_a_dropped_step_keeps_what_was_to_be_handed_over[2x2]",),
     },
+    "a state is of one moment, and asking for it changes no bit": {
+        kind: (
+            "test_checkpoints_under_way.py::test_snapshots_of_ddp",
+            "test_checkpoints_under_way.py::test_in_a_step_it_is_refused_on_every_rank",
+        )
+        for kind in KINDS
+    },
+    "a job that is killed at any byte of a save has the last whole file": {
+        kind: ("test_checkpoint_files.py::test_a_save_that_is_cut_at_any_byte_leaves_the_last_whole_file",)
+        for kind in KINDS
+    },
     "state follows the parameter": {
         "quantized": (
             f"{_RESUMING}[inter stochastic-2x2-True-scaler]",

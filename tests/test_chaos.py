@@ -13,7 +13,7 @@ import pytest
 
 from commopt.__main__ import main
 from commopt.chaos.faults import FAULTS, STOP_S, read_faults
-from commopt.chaos.journal import Journal, Reader, events_of
+from commopt.chaos.journal import Journal, JournalReader, events_of
 from commopt.chaos.judge import NotedStep, RankRecord, Reference, RunRecord, RunVerdict, gist, judge, named_ranks
 from commopt.chaos.picture import COLOURS, picture, spans
 from commopt.errors import ConfigurationError
@@ -198,7 +198,7 @@ def test_ranks_in_a_message() -> None:
 
 def test_a_line_that_is_not_whole_yet_is_read_later(tmp_path: Path) -> None:
     path = tmp_path / "rank0.jsonl"
-    reader = Reader(path)
+    reader = JournalReader(path)
     assert reader.new() == []
     Journal(path).write("begin", 1.0, pid=5)
     with path.open("a") as file:

@@ -304,6 +304,47 @@ def test_a_killed_process(victim: int, aggregator: Aggregator) -> None:
             assert seconds < 2 * WITHIN_S, f"rank {rank} took {seconds:.1f} s"
 
 
+class Gathering(Flat):
+    """Sends every rank's values round a ring, and leaves the buffer as it was."""
+
+    def all_reduce(self, buffer: Tensor, team: Any, scale: float, context: BufferContext) -> None:
+        team.all_gather(buffer.new_empty(team.size * buffer.numel()), buffer)
+
+
+def lose_a_neighbour(rank: int, world_size: int) -> tuple[str, float, bool]:
+    """On rank 0 a connection is broken when the first receive is posted, in a function inside of a function."""
+    comm, closed = Communicator(), []
+    comm.all_reduce(torch.ones(10), aggregator=Gathering())
+    found_out = failure._find_out
+
+    def find_out(membership: Membership, *arguments: Any) -> str:
+        group = membership.team._group
+        closed.append(group is not None and group() is None)
+        return found_out(membership, *arguments)
+
+    irecv = dist.irecv
+
+    def broken(tensor: Tensor, *arguments: Any, **how: Any) -> Any:
+        if tensor.numel() == 10:  # and not while the call is compared
+            raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+        return irecv(tensor, *arguments, **how)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(failure, "_find_out", find_out)
+        if rank == 0:
+            patch.setattr(dist, "irecv", broken)
+        message, seconds = told(lambda: comm.all_reduce(torch.ones(10), aggregator=Gathering()))
+    return message, seconds, closed == [True]
+
+
+def test_connections_are_closed_before_anybody_is_asked_why() -> None:
+    """Rank 1 waits for rank 0: what is left of the error on rank 0 must not keep the connection open."""
+    for rank, (message, seconds, closed) in enumerate(run(lose_a_neighbour, 3, fresh=True)):
+        assert "all_gather over ranks (0, 1, 2) failed" in message, f"rank {rank}: {message}"
+        assert closed, f"rank {rank} kept its connections while it asked the others"
+        assert seconds < 2 * WITHIN_S, f"rank {rank} took {seconds:.1f} s"
+
+
 def lose_a_pair(rank: int, world_size: int) -> str:
     comm = Communicator()
     comm.broadcast(torch.ones(10))

@@ -24,7 +24,7 @@ class Journal:
         os.write(self._file, (json.dumps({"t": round(now, 4), "event": event, **more}) + "\n").encode())
 
 
-class Reader:
+class JournalReader:
     """Reads what is new in a journal, which need not be there yet."""
 
     def __init__(self, path: Path) -> None:
@@ -43,4 +43,6 @@ class Reader:
 
 def events_of(folder: Path, ranks: int) -> tuple[list[Event], list[list[Event]]]:
     """Return the events of a run, and those of each rank, from the journals in its folder."""
-    return Reader(folder / "events.jsonl").new(), [Reader(folder / f"rank{rank}.jsonl").new() for rank in range(ranks)]
+    return JournalReader(folder / "events.jsonl").new(), [
+        JournalReader(folder / f"rank{rank}.jsonl").new() for rank in range(ranks)
+    ]

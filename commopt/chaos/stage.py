@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 
 from commopt.chaos.faults import FLAP_S, SLOW_RATE, STOP_S
-from commopt.chaos.journal import Event, Journal, Reader
+from commopt.chaos.journal import Event, Journal, JournalReader
 from commopt.chaos.judge import RankRecord, RunRecord
 from commopt.chaos.rank import RunOrder
 from commopt.cluster import ClusterUnavailableError, EmulatedCluster
@@ -135,7 +135,7 @@ class _Performance:
         self.order, self._cluster, self._nodes, self._limit_s = order, cluster, nodes, limit_s
         folder = Path(order.folder)
         self._journal = Journal(folder / "events.jsonl")
-        self._readers = [Reader(folder / f"rank{rank}.jsonl") for rank in range(len(nodes))]
+        self._readers = [JournalReader(folder / f"rank{rank}.jsonl") for rank in range(len(nodes))]
         self._events: list[list[Event]] = [[] for _ in nodes]
         self._pids: dict[int, int] = {}
         self._ended: dict[int, tuple[int | None, float]] = {}

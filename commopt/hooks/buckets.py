@@ -200,6 +200,7 @@ class DDPRegistration(Registration):
         self._require_optimizer_step()
         if self.averages is not None:  # a rank without data, in DDP's join(), makes no forward before this
             self.averages.take_turn()
+        self.client.require_open("bucket")  # before anything counts
         self.boundary.begin("a backward")
         if self.device is None:
             self.device = device

@@ -64,11 +64,11 @@ def fail(membership: Membership, operation: str, error: BaseException) -> LaneEr
 
 
 def _close(memberships: Iterable[Membership], error: BaseException) -> None:
-    # The frames of the error hold the groups; a group that is still referenced keeps its sockets open.
-    chain: BaseException | None = error
-    while chain is not None:
-        traceback.clear_frames(chain.__traceback__)
-        chain = chain.__cause__ or chain.__context__
+    # The frames of the error hold the groups, and so do functions defined in them, which a cleared frame keeps. A group
+    # that is still referenced keeps its sockets open, and peers wait for this rank.
+    for link in _chain(error):
+        traceback.clear_frames(link.__traceback__)
+        link.__traceback__ = None
     with suppress(RuntimeError, ValueError):  # the user destroys one at this very moment
         close_together(membership.team for membership in memberships)
 

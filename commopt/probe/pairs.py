@@ -61,8 +61,8 @@ class PairProber:
                     break
         # A node's row: the count of its matchings, then its rate and its latency in each.
         row = [float(len(own)), *(value for seen in own for value in seen)]
-        mine = torch.zeros(1 + 2 * len(matchings), dtype=torch.float64)
-        mine[: len(row)] = torch.tensor(row, dtype=torch.float64)
+        mine = torch.zeros(1 + 2 * len(matchings), dtype=torch.float64, device="cpu")
+        mine[: len(row)] = torch.tensor(row, dtype=torch.float64, device="cpu")
         rows = self._gathered(mine)
         return [
             {(a, b): PairRate(*rows[a][1 + 2 * number : 3 + 2 * number]) for a, b in matching}
