@@ -21,6 +21,7 @@ sys.path.insert(0, str(ROOT))
 # Headings of the reference, by the package that a name comes from.
 GROUPS = {
     "attached": "Attach, states, presets",
+    "checkpoint_files": "Attach, states, presets",
     "hooks": "Attach, states, presets",
     "sharded": "Attach, states, presets",
     "server": "Attach, states, presets",

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
-from commopt import Adam, Aggregator, BufferContext, Compressed, Hierarchical, LocalSGD, OneBit, Quantize
+from commopt import Adam, Aggregator, BufferContext, Compressed, Flat, Hierarchical, LocalSGD, OneBit, Quantize
 from commopt.aggregate import Action, Buffer
 from commopt.errors import TransportError
 from commopt.feedback import save
@@ -365,6 +365,50 @@ def sharded(mesh: Any) -> nn.Module:
 
 def mesh_of(replicas: int) -> Any:
     return init_device_mesh("cpu", (replicas, 2), mesh_dim_names=("replicate", "shard"))
+
+
+@dataclass(frozen=True)
+class Dying(Flat):
+    """Sums that kill one rank once it is `armed`, between what FSDP sends and what commopt does."""
+
+    victim: int = 2
+
+    armed = False  # of this process, hence no field
+
+    def all_reduce(self, buffer: Tensor, team: Any, scale: float, context: BufferContext) -> None:
+        if Dying.armed and dist.get_rank() == self.victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().all_reduce(buffer, team, scale, context)
+
+    def sums_of(self, team: Any) -> None:
+        return None
+
+
+def lose_a_replica_in_turn(rank: int, world_size: int, folder: str) -> tuple[str, float]:
+    """Rank 2 is lost to rank 0 alone: rank 1 still has rank 3, and waits for rank 0 within their replica."""
+    model = sharded(mesh_of(2))
+    commopt.attach(model, Dying())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    train(model, optimizer, rank // 2, 0, 2)
+    Dying.armed = True
+    begun = time.monotonic()
+    error = error_of_training(model, optimizer, rank // 2, 2)
+    seconds = time.monotonic() - begun
+    if rank == 3:
+        time.sleep(4.0)  # with its connection to rank 1 open, until rank 0 knows
+        os.kill(os.getpid(), signal.SIGKILL)
+    Path(folder, str(rank)).touch()
+    deadline = time.monotonic() + limit(30.0)  # this process stays, with FSDP's groups
+    while len(list(Path(folder).iterdir())) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return error, seconds
+
+
+def test_shards_of_a_replica_do_not_wait_for_one_that_knows_already(tmp_path: Path) -> None:
+    results = run(lose_a_replica_in_turn, 4, str(tmp_path), nodes=(2, 2), dies=(2, 3), fresh=True)
+    for rank, (error, seconds) in enumerate(results[:2]):
+        assert re.search(r"rank [23]\b", error), f"rank {rank}: {error}"
+        assert seconds < limit(10.0), f"rank {rank} took {seconds:.1f} s"
 
 
 def lose_a_replica(rank: int, world_size: int, folder: str, choice: Any, shifted: bool) -> Any:

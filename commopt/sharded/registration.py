@@ -20,7 +20,7 @@ from commopt.attached.checks import warn_of_untested_torch
 from commopt.attached.divergence import DivergenceCheck, Replicas, alike_in
 from commopt.attached.local_sgd import ParameterAverages
 from commopt.attached.reduction import Reduction, Step
-from commopt.errors import ConfigurationError
+from commopt.errors import ConfigurationError, LaneError
 from commopt.feedback import Layout, Piece, ResidualStore, Spans, is_average, spread
 from commopt.groups import Membership
 from commopt.lanes import LaneClient, Pending
@@ -202,7 +202,18 @@ class ShardedRegistration(Backwards):
                 source.zero_()
 
     def reduce(self, group: ParameterGroup, buffer: Tensor) -> None:
-        """Average one buffer over the replicas, in place: now, or by the end of backward if FSDP does not notice."""
+        """Average one buffer over the replicas, in place: now, or by the end of backward if FSDP does not notice.
+
+        Where the lane has failed nothing is averaged, and `end` raises the error: the other shards of this replica,
+        which may not know yet, wait for this rank in FSDP's own collectives until then.
+        """
+        try:
+            self._reduce(group, buffer)
+        except LaneError:
+            if group.shard_count == 1:
+                raise
+
+    def _reduce(self, group: ParameterGroup, buffer: Tensor) -> None:
         entered_ns = perf_counter_ns()
         if (kept := group.take_partial(buffer)) is not None:
             buffer += kept
