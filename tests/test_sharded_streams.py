@@ -111,9 +111,9 @@ def test_what_streams_share_is_neither_late_nor_gone(case: str) -> None:
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_mistake_would_be_seen(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before, after = MUTANTS[mutant]
-    source = textwrap.dedent(inspect.getsource(module.ShardedRegistration.reduce))
+    source = textwrap.dedent(inspect.getsource(module.ShardedRegistration._reduce))
     assert before in source
     changed: dict[str, Any] = {}
     exec(source.replace(before, after), vars(module) | {"__name__": "changed"}, changed)
-    monkeypatch.setattr(module.ShardedRegistration, "reduce", changed["reduce"])
+    monkeypatch.setattr(module.ShardedRegistration, "_reduce", changed["_reduce"])
     assert any(faults(**options) for options in CASES.values())
