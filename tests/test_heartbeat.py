@@ -302,7 +302,8 @@ def test_ranks_with_different_intervals_are_told() -> None:
 
 
 def test_a_folder_for_records_that_is_not_there_is_refused_on_every_rank() -> None:
-    for message in run(set_on_one, 2, "COMMOPT_FLIGHT", "/no/such/folder", fresh=True):
+    beating = {"COMMOPT_HEARTBEAT": None}
+    for message in run(set_on_one, 2, "COMMOPT_FLIGHT", "/no/such/folder", fresh=True, env=beating):
         assert "COMMOPT_FLIGHT='/no/such/folder' is no folder that can be written to" in message
 
 
@@ -623,7 +624,7 @@ def train_evaluate_and_save(rank: int, world_size: int) -> tuple[list[str], list
 
 @pytest.mark.slow
 def test_by_default_long_evaluations_and_slow_checkpoints_are_warnings_and_steps_are_not(tmp_path: Path) -> None:
-    env = {"COMMOPT_FLIGHT": str(tmp_path)}
+    env = {"COMMOPT_FLIGHT": str(tmp_path), "COMMOPT_HEARTBEAT": None}
     for in_steps, in_evaluation, in_save in run(train_evaluate_and_save, 4, env=env, timeout_s=600, fresh=True):
         assert in_steps == []
         assert 1 <= len(in_evaluation) <= 3  # after 15, 30 and 60 s
@@ -651,6 +652,6 @@ def stop_one_by_default(rank: int, world_size: int, folder: str) -> float:
 
 @pytest.mark.slow
 def test_by_default_a_stopped_rank_is_named_within_30_s(tmp_path: Path) -> None:
-    results = run(stop_one_by_default, 3, str(tmp_path), dies=(1,), fresh=True)
+    results = run(stop_one_by_default, 3, str(tmp_path), dies=(1,), fresh=True, env={"COMMOPT_HEARTBEAT": None})
     print(results)
     assert max(results[0], results[2]) < NAMED_S
