@@ -64,16 +64,13 @@ class StepWeights:
         self._alone: float | None = None  # the weight of a rank whose gradients are averaged with nobody's
         self._found: list[float] | None = None  # of the step under way, once looked at
         self._warned = False
-
-    @property
-    def used(self) -> bool:
-        """Whether ranks give weights."""
-        return self._agreement is not None or self._given is not None
+        self.used = False  # whether ranks give weights; asked in every step
 
     def give(self, weight: Any) -> None:
         """Add to this rank's weight in the next averaged backward. Raises ConfigurationError for what is no weight."""
         if self._exchange is not None or self._alone is not None:  # of a backward that never came to its end
             self.end()
+        self.used = True
         try:
             self._given = (self._given or 0.0) + read_weight(weight)
         except ConfigurationError as error:
@@ -118,6 +115,7 @@ class StepWeights:
                 self._agreement.wait()
             except CommoptError:
                 self._agreement = None  # to be reached by another step, if there is one
+                self.used = self._given is not None
                 raise
             rows = [[self._alone]] if self._exchange is None else self._exchange.rows()
             self._found = self._checked([row[0] for row in rows if row[0] is not None], client, team, steps)
@@ -134,6 +132,7 @@ class StepWeights:
     def end(self) -> None:
         """Forget the weights of a step that is complete."""
         self._given = self._problem = self._exchange = self._alone = self._found = None
+        self.used = self._agreement is not None
 
     def _checked(self, weights: list[float], client: LaneClient, team: Team | None, steps: int) -> list[float]:
         ranks = (client.membership.global_rank,) if team is None else team.ranks

@@ -191,7 +191,7 @@ class DDPRegistration(Registration):
         if self.joined is None:
             self.join()
         shadowed = torch._C._current_graph_task_id() == -1  # a rank without data, in DDP's join()
-        if self.averages is None:  # at the place of other ranks' forwards
+        if self.averages is None and self.step_weights.used:  # at the place of other ranks' forwards
             self.begin_weights(shadowed=shadowed)
         steps = self.steps
         if self.divergence is not None and self.divergence.unread is not None:
@@ -200,7 +200,8 @@ class DDPRegistration(Registration):
         self._require_optimizer_step()
         if self.averages is not None:  # a rank without data, in DDP's join(), makes no forward before this
             self.averages.take_turn()
-        self.client.require_open("bucket")  # before anything counts
+        if self.joined is not None and self.joined.closed:
+            self.joined.require_open("bucket")  # before anything counts
         self.boundary.begin("a backward")
         if self.device is None:
             self.device = device
@@ -214,8 +215,9 @@ class DDPRegistration(Registration):
         ddp = self.model()
         skips = ddp is not None and ddp.find_unused_parameters and not ddp.static_graph
         store = self._gradient_store or self.store
-        weight = self.weight_of_step(shadowed=shadowed)
-        replay = None if weight is not None else self.replay_of(store, device)  # which would keep this step's
+        weight = self.weight_of_step(shadowed=shadowed) if self.step_weights.used else None
+        replays = weight is None and device.type == "cuda"  # a graph would keep this step's weight
+        replay = self.replay_of(store, device) if replays else None
         self.step = Step(number, store, self.scaler, skips=skips, replay=replay, weight=weight)
         if self.exact_sample is not None and is_capturing():
             self.exact_sample = None  # a CUDA graph would sample in every step, or in none
