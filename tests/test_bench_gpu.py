@@ -31,7 +31,7 @@ from bench.demo import local_ranks
 from bench.evidence.overlap import Overlap
 from bench.evidence.overlap import write as write_overlap
 from bench.gpu import __main__ as command_line
-from bench.gpu import build, every_kernel, machine, report, runner
+from bench.gpu import build, every_kernel, machine, mps, report, runner
 from bench.gpu import parse_results as readers
 from bench.gpu import report as record
 from bench.gpu import steps as step_choices
@@ -233,6 +233,29 @@ def test_steps_of_a_group_are_taken_at_the_same_time(place: Place) -> None:
     outcomes = session(chosen[:3], place, None, {}, ["b", "c", "a"])
     assert [(each.name, each.verdict) for each in outcomes] == [(name, "passed") for name in "abc"]
     assert [each.name for each in record.read(place.out / FILE)[1]] == ["b", "c", "a"]
+
+
+def test_ranks_of_a_group_share_the_gpu(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the daemon's program notes when it is started and ended, and steps which one they would find."""
+    program, calls = tmp_path / mps.CONTROL, tmp_path / "calls"
+    program.write_text(f'#!/bin/sh\n(echo "$CUDA_MPS_PIPE_DIRECTORY"; [ $# -gt 0 ] || cat) >> {calls}\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    says = "import os; print(os.environ.get('CUDA_MPS_PIPE_DIRECTORY'))"
+    chosen = [replace(step(name, says, group="one"), shares_gpu=True) for name in "ab"]
+    session([*chosen, step("c", says)], place, None, {}, ["a", "b", "c"])
+    said = [(place.out / f"{name}.log").read_text().strip() for name in "abc"]
+    assert said[0] == said[1] != said[2] == "None"
+    assert calls.read_text().split() == [said[0], said[0], "quit"]
+
+
+def test_ranks_take_turns_where_they_cannot_share(
+    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(place.out))
+    (outcome,) = session([replace(step("a", ""), shares_gpu=True)], place, None, {}, ["a"])
+    assert outcome.verdict == "passed"
+    assert "take turns on the GPU: nvidia-cuda-mps-control is not on PATH" in capsys.readouterr().err
 
 
 def test_one_archive_has_all_results(place: Place) -> None:

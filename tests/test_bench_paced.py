@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.gpu import paced
+from bench.gpu import mps, paced
 from bench.gpu.exposed import read
 
 ROOT = Path(__file__).parents[1]
@@ -109,11 +109,11 @@ def test_a_rehearsal_measures_every_strategy_at_the_rate_of_the_links(tmp_path: 
 
 def test_the_daemon_ends_whatever_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for the program of the driver notes how it was called."""
-    program, calls = tmp_path / paced._CONTROL, tmp_path / "calls"
+    program, calls = tmp_path / mps.CONTROL, tmp_path / "calls"
     program.write_text(f'#!/bin/sh\n(echo "$@"; ls -d "$CUDA_MPS_PIPE_DIRECTORY"; [ $# -gt 0 ] || cat) >> {calls}\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    with pytest.raises(KeyboardInterrupt), paced.mps(tmp_path):
+    with pytest.raises(KeyboardInterrupt), mps.mps(tmp_path):
         raise KeyboardInterrupt
     pipe = str(tmp_path / "pipe")
     assert calls.read_text().split() == ["-d", pipe, pipe, "quit"]
@@ -121,7 +121,7 @@ def test_the_daemon_ends_whatever_happens(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_where_there_is_no_daemon_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(OSError, match="nvidia-cuda-mps-control is not on PATH"), paced.mps(tmp_path):
+    with pytest.raises(OSError, match="nvidia-cuda-mps-control is not on PATH"), mps.mps(tmp_path):
         pass
 
 

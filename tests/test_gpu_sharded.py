@@ -96,6 +96,7 @@ def test_adam_of_replicas_of_fsdp2(device: str) -> None:
         (LocalSGD(period=3, outer=deltas.NESTEROV, delay=2, merge=0.5), NODES),
         (LocalSGD(period=4, compressor=Quantize(bits=8), outer=deltas.NESTEROV, delay=1), (1, 1)),
         (LocalSGD(period=3, compressor=OneBit(), decay=0.9), (1, 1)),
+        (LocalSGD(period=3, compressor=OneBit(), outer=deltas.NESTEROV, delay=1, offload=True), (1, 1)),
     ],
     ids=str,
 )

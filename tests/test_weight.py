@@ -27,11 +27,10 @@ from tests.feedback_training import (
     assert_something_left,
     gradients,
 )
+from tests.gpu_training import ON_GPU, on_ranks
 from tests.hook_training import assert_identical
 from tests.ranks import run
-from tests.sharded_training import (
-    same,
-)
+from tests.sharded_training import same
 
 EPS = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
 PACKED = Compressed(Cast(), feedback=None, packed=True)
@@ -99,13 +98,15 @@ def whole(rank: int, step: int) -> float:
     return (1.0, 2.0, 4.0, 1.0)[rank]
 
 
-def averaged_whole(rank: int, world_size: int, choice: Aggregator, dtype: torch.dtype) -> dict[str, Tensor]:
+def averaged_whole(
+    rank: int, world_size: int, device: str, choice: Aggregator, dtype: torch.dtype
+) -> dict[str, Tensor]:
     """Return the average of integers whose weights are powers of two that add up to one."""
-    ddp = TorchDDP(Controlled(dtype))
+    ddp = TorchDDP(Controlled(dtype).to(device))
     comm = commopt.attach(ddp, choice)
     comm.weight(whole(rank, 0))
-    ddp(integers(rank, dtype)).backward()
-    found = {name: p.grad.flatten().clone() for name, p in ddp.module.named_parameters()}
+    ddp({name: values.to(device) for name, values in integers(rank, dtype).items()}).backward()
+    found = {name: p.grad.flatten().cpu() for name, p in ddp.module.named_parameters()}
     comm.close()
     return found
 
@@ -115,13 +116,22 @@ def integers(rank: int, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("aggregator", [*LOSSLESS.values(), Hierarchical(PACKED)], ids=str)
-def test_where_no_sum_rounds_the_average_is_float64s_rounded_once(aggregator: Aggregator, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("device", "aggregator"),
+    [
+        *(("cpu", each) for each in (*LOSSLESS.values(), Hierarchical(PACKED))),
+        *(pytest.param("cuda", each, marks=ON_GPU) for each in LOSSLESS.values()),
+    ],
+    ids=str,
+)
+def test_where_no_sum_rounds_the_average_is_float64s_rounded_once(
+    device: str, aggregator: Aggregator, dtype: torch.dtype
+) -> None:
     exact = {
         name: sum(integers(rank, dtype)[name].double() * whole(rank, 0) / 8 for rank in range(4)).to(dtype)  # type: ignore[union-attr]
         for name in NUMELS
     }
-    for found in run(averaged_whole, 4, aggregator, dtype, nodes=(2, 2)):
+    for found in on_ranks(device, averaged_whole, 4, aggregator, dtype, nodes=(2, 2)):
         assert all(torch.equal(found[name], exact[name]) for name in NUMELS)
 
 

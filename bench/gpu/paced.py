@@ -12,18 +12,18 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 import bench.gpu.paced
 from bench.demo import local_ranks
 from bench.environment import end_when_told
+from bench.gpu.mps import mps
 from commopt.cluster import EmulatedLink
 from commopt.command_line import CommandParser, whole
 
@@ -31,8 +31,7 @@ RATE_VARIABLE = "COMMOPT_PACE_BYTES"
 """Bytes a second of each link: read by pace.c, and by programs that say at which rate they have measured."""
 
 _SOURCE = Path(__file__).with_name("pace.c")
-_CONTROL = "nvidia-cuda-mps-control"
-_START_S, _QUIT_S, _END_S = 30, 15, 12
+_END_S = 12
 _ONE_CONNECTION = {
     "NCCL_MAX_NCHANNELS": "1",
     "NCCL_NSOCKS_PERTHREAD": "1",
@@ -49,29 +48,6 @@ def pacing_library(folder: Path) -> Path:
     library = folder / "pace.so"
     subprocess.run(["cc", "-shared", "-fPIC", "-O2", "-o", str(library), str(_SOURCE), "-ldl"], check=True)
     return library
-
-
-@contextmanager
-def mps(folder: Path) -> Iterator[dict[str, str]]:
-    """Run an MPS daemon; yield the variables by which processes find it. It ends with the block, whatever happens.
-
-    Raises OSError where the program is missing, CalledProcessError when it does not start.
-    """
-    if not shutil.which(_CONTROL):
-        raise OSError(f"{_CONTROL} is not on PATH; it comes with NVIDIA's driver, and lets ranks share a GPU")
-    variables = {}
-    for name in ("PIPE", "LOG"):
-        (folder / name.lower()).mkdir()
-        variables[f"CUDA_MPS_{name}_DIRECTORY"] = str(folder / name.lower())
-    environment = {**os.environ, **variables}
-    # Its output would keep a pipe open as long as it lives.
-    quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
-    subprocess.run([_CONTROL, "-d"], env=environment, check=True, timeout=_START_S, **quiet)  # type: ignore[call-overload]
-    try:
-        yield variables
-    finally:
-        with suppress(subprocess.TimeoutExpired):
-            subprocess.run([_CONTROL], input=b"quit\n", env=environment, timeout=_QUIT_S, check=False)
 
 
 def run(command: Sequence[str], environment: Mapping[str, str]) -> int:

@@ -4,18 +4,21 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 import tarfile
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from threading import Event, Lock
 from typing import Any
 
+from bench.gpu.mps import mps
 from bench.gpu.parse_results import Parsed, Read, nothing
 from bench.gpu.report import FILE, Outcome, Verdict, merged, read, write
 from bench.gpu.runner import Ended, Place, environment, run
@@ -40,6 +43,8 @@ class Step:
     """Of the environment."""
     group: str = ""
     """Neighbours of one group are taken at the same time: they time nothing. "": it is taken alone."""
+    shares_gpu: bool = False
+    """Its ranks, and those of its group, use the GPU at the same time (by MPS), where else they would take turns."""
 
     @property
     def results(self) -> list[str]:
@@ -47,8 +52,13 @@ class Step:
         return [word.removeprefix("{out}/") for word in self.command if word.startswith("{out}/")]
 
 
-def take(step: Step, place: Place, left_s: float, told: Event | None = None) -> Outcome:
-    """Run a step in the time that is left, or until `told` is set; never raise for a fault in it."""
+def take(
+    step: Step, place: Place, left_s: float, told: Event | None = None, variables: Mapping[str, str] | None = None
+) -> Outcome:
+    """Run a step in the time that is left, or until `told` is set; never raise for a fault in it.
+
+    variables: of the environment, beside the step's own.
+    """
     if left_s < min(LEAST_S, step.limit_s):
         return _outcome(step, place, 0.0, "skipped", f"{max(left_s, 0):.0f} s were left")
     limit_s = min(step.limit_s, left_s)
@@ -57,7 +67,8 @@ def take(step: Step, place: Place, left_s: float, told: Event | None = None) -> 
     log = log_of(step.name, place)
     started = time.monotonic()
     try:
-        ended = run(place.filled(step.command), {**environment(), **step.variables}, log, limit_s, told=told)
+        surroundings = {**environment(), **(variables or {}), **step.variables}
+        ended = run(place.filled(step.command), surroundings, log, limit_s, told=told)
     except OSError as error:  # a program that is not there
         return _outcome(step, place, time.monotonic() - started, "failed", str(error))
     found, unread = _found(step, place)
@@ -152,9 +163,9 @@ def session(
     started, told = clock(), Event()
     outcomes: dict[str, Outcome] = {}
 
-    def one(step: Step) -> None:
+    def one(step: Step, variables: Mapping[str, str]) -> None:
         left_s = float("inf") if limit_s is None else limit_s - (clock() - started)
-        outcome = take(step, place, left_s, told)
+        outcome = take(step, place, left_s, told, variables)
         if told.is_set():  # it has not ended by itself
             return
         with lock:
@@ -170,12 +181,28 @@ def session(
             for step in group:
                 number = steps.index(step) + 1
                 print(f"[{number}/{len(steps)}] {step.name}: {step.shows}", file=sys.stderr, flush=True)
-            with ThreadPoolExecutor(len(group)) as pool, _ending_all(told):
-                for done in [pool.submit(one, step) for step in group]:
+            with _sharing(group) as variables, ThreadPoolExecutor(len(group)) as pool, _ending_all(told):
+                for done in [pool.submit(one, step, variables) for step in group]:
                     done.result()
     finally:
         pack(place)
     return [outcomes[step.name] for step in steps]
+
+
+@contextmanager
+def _sharing(group: Sequence[Step]) -> Iterator[Mapping[str, str]]:
+    """Yield the variables by which the group's processes share the GPU; where that fails, they take turns."""
+    if not all(step.shares_gpu for step in group):
+        yield {}
+        return
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mps-")))
+        variables: Mapping[str, str] = {}
+        try:
+            variables = stack.enter_context(mps(folder))
+        except (OSError, subprocess.SubprocessError) as error:
+            print(f"    the ranks take turns on the GPU: {error}", file=sys.stderr, flush=True)
+        yield variables
 
 
 @contextmanager

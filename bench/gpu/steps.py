@@ -58,6 +58,7 @@ _LAUNCHER, _TWO_NODES = local_ranks(2, 2)
 _TEST_TIMEOUT_S = 170  # longer than any job of ranks, which then shows where each rank hangs
 _TEST_PROCESSES = 6
 _NEEDS_A_GPU = ("mark.gpu", "ON_GPU")
+_SHARED = ("quick", "slow", "long")
 
 
 def steps(build: bool) -> list[Step]:
@@ -88,7 +89,6 @@ def steps(build: bool) -> list[Step]:
             module="bench.evidence.overlap",
         ),
         *_tests_in_groups(),
-        *(_sanitizer(tool, "sanitizers") for tool in SANITIZER_TOOLS),
         _tests("soak", "500 steps: nothing grows", 100, SOAK, group="long"),
         _training("training", "a GPT learns by every preset on 2 x 2 ranks", PRESETS, 150, "long"),
         _tuner("tuning", "auto:allow=quantized+powersgd"),
@@ -100,7 +100,7 @@ def _first_tests() -> list[Step]:
     same = "both loaders compute what the reference does"
     return [
         _tests("kernel-tests", same, 150, *KERNEL_TESTS, at_once=True, group="first"),
-        _tests("replay-tests", "steps of replayed kernels have the bits of others", 150, REPLAY, group="first"),
+        *(_sanitizer(tool, "first") for tool in SANITIZER_TOOLS),
     ]
 
 
@@ -149,6 +149,7 @@ def _tests_in_groups() -> list[Step]:
     """Return the tests of ranks: what is quick first, those of one group at the same time."""
     rest = f"not ({_PRESETS_OF_TWO}) and not ({_FLAT_GRAPHS})"
     return [
+        _tests("replay-tests", "steps of replayed kernels have the bits of others", 150, REPLAY, group="quick"),
         _tests("ddp-tests", "every preset inside DDP, two ranks", 120, DDP, k=_PRESETS_OF_TWO, group="quick"),
         _tests("sharded-tests", "FSDP2, AdamW before averages, LocalSGD", 240, SHARDED, group="quick"),
         _tests("graph-tests", "a CUDA graph replays steps of flat presets", 90, CAPTURE, k=_FLAT_GRAPHS, group="quick"),
@@ -188,7 +189,8 @@ def _tests(
     options += ["--timeout", str(_TEST_TIMEOUT_S), "--junitxml", f"{{out}}/{file}"]
     options += ["-n", str(_TEST_PROCESSES), "--dist", "worksteal"] if at_once else []
     options += ["-k", k] if k else []
-    return Step(name, shows, _module("pytest", *options, *files), limit_s, tests(file), group=group)
+    shared = group in _SHARED  # not failures: one client of MPS that is killed can take others with it
+    return Step(name, shows, _module("pytest", *options, *files), limit_s, tests(file), group=group, shares_gpu=shared)
 
 
 def _other_tests() -> list[str]:
@@ -217,10 +219,11 @@ def _training(name: str, shows: str, strategies: Sequence[str], limit_s: float, 
     file = f"{name}.json"
     arguments = ("--strategies", ",".join(strategies), *_TIMES, "--json", f"{{out}}/{file}")
     command = _ranks("bench.training", *arguments)
-    return Step(name, shows, command, limit_s, learned(file, strategies), variables=_TWO_NODES, group=group)
+    return Step(name, shows, command, limit_s, learned(file, strategies), _TWO_NODES, group, shares_gpu=True)
 
 
 def _tuner(name: str, strategy: str) -> Step:
     script = ("examples/train_gpt.py", "--strategy", "ddp", "--steps", "80", "--look-every", "40")
     command = _ranks("commopt", "run", "--strategy", strategy, "--report", *script)
-    return Step(name, f"{strategy} measures, tries and decides over NCCL", command, 90, variables=_TWO_NODES)
+    shows = f"{strategy} measures, tries and decides over NCCL"
+    return Step(name, shows, command, 90, variables=_TWO_NODES, shares_gpu=True)
