@@ -325,7 +325,7 @@ class Gpu:
         below = {
             **dict.fromkeys(("_cuda_exchangeDevice", "_cuda_maybeExchangeDevice"), lambda index: 0),
             "_cuda_getCurrentRawStream": lambda index: self.stream.cuda_stream,
-            "_cuda_getCurrentStream": lambda index: (self.stream.stream_id, 0, 1),
+            "_cuda_getCurrentStream": self._current_of,
             "_cuda_setStream": self._set,
             "_cuda_endAllocateToPool": lambda device, pool: None,  # that of pinned memory goes on
         }
@@ -347,6 +347,11 @@ class Gpu:
     def _count_devices(self) -> int:
         self.asked += 1
         return 1
+
+    def _current_of(self, index: int) -> tuple[int, int, int]:
+        if not isinstance(index, int):
+            raise RuntimeError("invalid argument to getCurrentStream")
+        return self.stream.stream_id, 0, 1
 
     def _current(self, device: Any = None) -> Stream:
         if getattr(device, "index", None) is None:  # torch looks for a device first

@@ -337,7 +337,7 @@ def _do(job: _Job, log: Any) -> object:
             rank=job.rank,
             world_size=job.world_size,
             timeout=timedelta(seconds=job.timeout_s),
-            device_id=_own_gpu(job.rank) if job.device == "cuda" else None,
+            device_id=_gpu_to_bind(job.rank) if job.device == "cuda" else None,
         )
         dist.barrier()  # else a rank that is done at once closes the connections its peers are still making
         result = job.fn(job.rank, job.world_size, *job.args, **job.kwargs)
@@ -347,11 +347,20 @@ def _do(job: _Job, log: Any) -> object:
     return result
 
 
-def _own_gpu(rank: int) -> torch.device:
-    """Make a rank's GPU the current one of this process, whose CUDA context begins here, and return it."""
+def _gpu_to_bind(rank: int) -> torch.device | None:
+    """Make a rank's GPU the current one of this process, whose CUDA context begins here.
+
+    Return it for the first process group. Over later ones that know their GPU, torch makes the groups of a mesh by
+    split_group, which dies of SIGSEGV where the world is not the first NCCL group of its process (pytorch#192109).
+    """
+    global _has_bound
     gpu = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(gpu)
-    return gpu
+    _has_bound, before = True, _has_bound
+    return None if before else gpu
+
+
+_has_bound = False
 
 
 _pool = _Pool()

@@ -368,6 +368,17 @@ def test_a_lane_with_a_fault_is_found_out(name: str, monkeypatch: pytest.MonkeyP
     assert faults
 
 
+def test_states_before_the_first_step_are_copied_on_the_lane_of_the_buckets() -> None:
+    with device():
+        training = Training(Compressed(Quantize(bits=8)))
+        registration = training.registration
+        before = registration.client.lane
+        state = snapshot_of(registration, "state_dict", pinned=True).result()
+        training.step(0)
+        assert registration.client.lane is before
+    assert state["steps"] == 0
+
+
 def test_tasks_without_a_device_stay_on_the_first_lane() -> None:
     """Messages of another device than the first, such as buffers of a model, take no meeting to another lane."""
     taken = []

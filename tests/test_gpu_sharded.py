@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from torch import Tensor
 
 from commopt import LocalSGD, OneBit, Quantize
 from tests import test_adam as adam
@@ -15,7 +16,6 @@ from tests import test_local_sgd_training as meetings
 from tests import test_sharded_1d as one_dimension
 from tests import test_sharded_local_sgd as sharded_local_sgd
 from tests import test_sharded_modes as modes
-from tests.chosen import threads
 from tests.gpu_training import ON_GPU, as_default, on_ranks
 from tests.ranks import Nodes
 
@@ -72,15 +72,18 @@ def test_compressed_weights_and_gradients_over_all_ranks(device: str) -> None:
             assert stats["dropped_commits"] == 0
 
 
+def beside_adamw(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+    """Return weights trained by all ranks, and by one replica on the same device, whose seed draws the same model."""
+    return adam.train_exactly(rank, world_size, True, ADAM_STEPS, 1), adam.by_adamw([0], ADAM_STEPS)
+
+
 @on_gpu
 @pytest.mark.parametrize("nodes", [(1, 1), NODES], ids=["1+1", "2x2"])
 def test_adam_without_compression_is_adamw(device: str, nodes: tuple[int, ...]) -> None:
     world_size = sum(nodes)
-    results = on_ranks(device, as_default, world_size, adam.train_exactly, True, ADAM_STEPS, 1, nodes=nodes)
-    with threads(1):
-        expected = adam.by_adamw([0], ADAM_STEPS)
-    for weights in results:
-        assert weights.equal(results[0])
+    results = on_ranks(device, as_default, world_size, beside_adamw, nodes=nodes)
+    for weights, expected in results:
+        assert weights.equal(results[0][0])
         assert float((weights - expected).norm() / expected.norm()) < FAR
 
 

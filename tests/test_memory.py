@@ -357,7 +357,12 @@ def beside_stock(rank: int, world_size: int, device: str, texts: list[str]) -> d
 def test_no_preset_needs_more_beside_stock_ddp_than_its_docstring_says(device: str, nodes: Nodes) -> None:
     shape: Any = nodes
     texts = [text for text in CASES if not text.startswith(ROUNDS)]
+    too_much = set()
     for found in on_ranks(device, beside_stock, sum(shape), texts, nodes=nodes, timeout_s=150.0):
         for text, (peaks, largest) in found.items():
-            needed = Needed(peaks, 0, {}, largest)
-            assert_by_formula(needed, formulas_of(text)[0], shape, width=WIDTH_ON_GPU, device=device)
+            needed, formula = Needed(peaks, 0, {}, largest), formulas_of(text)[0]
+            try:
+                assert_by_formula(needed, formula, shape, width=WIDTH_ON_GPU, device=device)
+            except AssertionError as error:
+                too_much.add(f"{text}: {error}; all steps: {[round(peak / 2**20) for peak in peaks]}")
+    assert not too_much, "\n".join(sorted(too_much))

@@ -39,8 +39,10 @@ _ONE_CONNECTION = {
     "NCCL_P2P_DISABLE": "1",
     "NCCL_SHM_DISABLE": "1",
 }
-# Clients of MPS share one pool of queues (NVIDIA's guide to MPS), and streams of one queue wait for each other.
-_QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+_QUEUES = 64
+"""Of all ranks. Streams of one queue wait for each other, so a rank needs many; but clients of MPS share one pool of
+queues (NVIDIA's guide to MPS), and on an H100 a fourth rank that asked for 32 was told that it is out of memory."""
+_MOST_QUEUES = 32  # that CUDA gives to one process
 
 
 def pacing_library(folder: Path) -> Path:
@@ -94,7 +96,9 @@ def main() -> int:
             no_daemon: AbstractContextManager[dict[str, str]] = nullcontext({})
             with mps(folder) if options.device == "cuda" else no_daemon as shared:
                 paced = {"LD_PRELOAD": str(pacing_library(folder)), RATE_VARIABLE: str(options.bytes_per_s)}
-                environment = {**os.environ, **variables, **_ONE_CONNECTION, **_QUEUES, **shared, **paced}
+                queues = min(_MOST_QUEUES, _QUEUES // (options.nodes * options.ranks_per_node))
+                paced["CUDA_DEVICE_MAX_CONNECTIONS"] = str(max(queues, 1))
+                environment = {**os.environ, **variables, **_ONE_CONNECTION, **shared, **paced}
                 if options.device == "cpu":
                     environment |= {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
                 return run([sys.executable, "-m", *launcher, "-m", "bench.gpu.rank", *options.module], environment)

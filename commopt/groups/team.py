@@ -85,10 +85,14 @@ class Team(TeamShape):
 
     @property
     def default_device(self) -> torch.device:
-        """The type of device whose tensors this team is for; the CPU if this machine has no GPU."""
-        device = super().default_device
-        usable = device.type == "cpu" or torch.cuda.is_initialized() or torch.cuda.is_available()  # the last is slow
-        return device if usable else torch.device("cpu")
+        """The device whose tensors this team is for: this rank's GPU, or the CPU if this machine has none.
+
+        It has an index as the devices of tensors do: a lane is found by its device.
+        """
+        on_gpu = super().default_device.type == "cuda"
+        if not on_gpu or not (torch.cuda.is_initialized() or torch.cuda.is_available()):  # the last is slow
+            return torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device())
 
     def all_reduce(self, tensor: Tensor, *, scale: float = 1.0) -> None:
         """Set `tensor` to `scale * sum` over the team; each rank scales its values before they are added."""

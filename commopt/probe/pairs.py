@@ -45,8 +45,6 @@ class PairProber:
             self._across = team.inter if team.intra.rank == 0 else None
         self._client = lanes.LaneClient(membership, f"probe of sites {next(membership.owners)}")
         self._device = team.default_device
-        if self._device.type == "cuda":
-            self._device = torch.device("cuda", torch.cuda.current_device())
         nbytes = 0 if self._across is None else _MOST_NBYTES
         self._leaving, self._arriving = (torch.zeros(nbytes, dtype=torch.uint8, device=self._device) for _ in range(2))
         self._until = perf_counter() + budget_s

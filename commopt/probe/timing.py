@@ -179,8 +179,6 @@ class LaneTimer:
     def __init__(self, membership: Membership) -> None:
         team = membership.team
         self.device = team.default_device
-        if self.device.type == "cuda":
-            self.device = torch.device("cuda", torch.cuda.current_device())
         self._client = lanes.LaneClient(membership, f"probe {next(membership.owners)}")
         self._compared = perf_counter()
 
