@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import gc
 import re
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -16,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
+from bench.gpu_memory import start_counting
 from commopt.feedback import parameter_buckets
 from commopt.feedback.scratch import Scratch
 from commopt.hooks.presets import LOCAL_PRESETS, build_preset
@@ -320,14 +320,17 @@ def test_one_value_that_is_not_finite_or_rounds_to_none_is_found(
 # ------------------------------------------------------------------------------------------------ on a GPU
 
 
+STEPS_ON_GPU = 8  # with buckets that are replayed among them
+
+
 def most_allocated(rank: int, world_size: int, device: str, text: str | None) -> tuple[list[int], int]:
     """Return the most memory in each step of a training, and the elements of its largest bucket."""
-    gc.collect()  # what an earlier training has left
-    before = torch.cuda.memory_allocated()
+    before = start_counting(torch.device(device))
+    assert before is not None
     ddp = TorchDDP(model_of(WIDTH_ON_GPU).to(device), bucket_cap_mb=60, gradient_as_bucket_view=True)
     comm = None if text is None else commopt.attach(ddp, build_preset(text))
     optimizer, peaks = torch.optim.SGD(ddp.parameters(), lr=1e-3), []
-    for step in range(STEPS):
+    for step in range(STEPS_ON_GPU):
         torch.cuda.reset_peak_memory_stats()
         optimizer.zero_grad()
         torch.manual_seed(100 * step + rank)

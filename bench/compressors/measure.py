@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -20,6 +19,7 @@ from bench.compressors.lone_hook import in_backward
 from bench.compressors.methods import Gradients, Method, Start
 from bench.compressors.profiled import Profile, profile_of
 from bench.document import table
+from bench.gpu_memory import peak_nbytes, start_counting
 from bench.output import print_rows, write_lines, written_by
 from bench.replay import replay
 from commopt.display import significant
@@ -82,14 +82,14 @@ def measure(method: Method, gradients: Gradients, steps: int, limit_s: float) ->
 def _measure(method: Method, gradients: Gradients, steps: int, limit_s: float) -> Measurement:
     device = gradients.device
     _warm_up(method, Gradients("rehearsal", _REHEARSAL, device), inf)  # libraries are loaded, kernels compiled
-    allocated = _start_counting(device)
+    before = start_counting(device)
     deadline_s = perf_counter() + limit_s
     start = _warm_up(method, gradients, deadline_s)
     found: list[tuple[float, float, float]] = []
     while len(found) < steps and not (found and perf_counter() > deadline_s):
         found.append(_step_ms(start, gradients))
     taken_ms, host_ms, copy_ms = zip(*found, strict=True)
-    peak = None if allocated is None else torch.cuda.max_memory_allocated(device) - allocated
+    peak = peak_nbytes(device, before)
     on_gpu = device.type == "cuda"
     return Measurement(
         model=gradients.model,
@@ -191,15 +191,6 @@ def _profiled(start: Start, gradients: Gradients) -> Profile:
 def _finish(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _start_counting(device: torch.device) -> int | None:
-    """Return the bytes allocated now, from where on the peak counts; None where nobody counts them."""
-    if device.type != "cuda":
-        return None
-    gc.collect()  # what the method before has left
-    torch.cuda.reset_peak_memory_stats(device)
-    return torch.cuda.memory_allocated(device)
 
 
 KIND = "compressors"

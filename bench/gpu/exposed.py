@@ -12,7 +12,6 @@ of CUDA graphs; those of --without-replay once more with COMMOPT_REPLAY=0.
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import sys
 import time
@@ -30,6 +29,7 @@ from bench.document import table
 from bench.environment import from_rank_0, run_of, slowest_rank_ms
 from bench.gpu.paced import RATE_VARIABLE
 from bench.gpu.synthetic import SIZES, SyntheticGPT
+from bench.gpu_memory import peak_nbytes, start_counting
 from bench.output import print_rows, read_lines, write_results, written_by
 from bench.replay import replay
 from bench.training.report import STOCK, is_ours
@@ -88,13 +88,7 @@ class Taken:
 
 def measure(strategy: str, options: argparse.Namespace, device: torch.device) -> Taken:
     """Train a fresh model and time its steps. Collective."""
-    on_gpu = device.type == "cuda"
-    gc.collect()  # of the strategy before
-    left_over = 0  # of that strategy all the same
-    if on_gpu:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        left_over = torch.cuda.memory_allocated()
+    before = start_counting(device)
     parallel = "node" if strategy == "noop" and options.parallel != "ddp" else options.parallel
     training, state = enter(SyntheticGPT(SIZES[options.model], parallel, device), strategy, "ddp")
     for _ in range(options.warm_up if is_ours(strategy) else _LEAST_STEPS):
@@ -109,7 +103,7 @@ def measure(strategy: str, options: argparse.Namespace, device: torch.device) ->
         loss = training.step()
         _finish(device)
         step_s.append(time.perf_counter() - begun_s)
-    peak = torch.cuda.max_memory_allocated() - left_over if on_gpu else None
+    peak = peak_nbytes(device, before)
     replayed = 0
     if state is not None:
         replayed = int(state.stats().get("replayed", 0))

@@ -173,6 +173,8 @@ class Exchange:
 
         known: has the initial factors that are their noise; None for no noise.
         """
+        if not factors.numel():
+            return None  # a bucket, or a rank's share of one, without matrices
         if lowrank.kernels_for(self._device, self._matrix_rank) is not None:
             return self._orthogonalize_padded(side, factors, out, known)
         initial = None if known is None else _noise(side, factors, known.initial[side])
