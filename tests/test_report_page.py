@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -25,21 +24,11 @@ from commopt.timeline import Report, Subject, Timeline, TrafficOutside, report
 from commopt.timeline.advice import advice
 from commopt.timeline.page import write_page
 from tests.hook_training import SMALL_BUCKET, Tower, batch_of, loss_of, seeded
+from tests.html_pages import Page
 from tests.ranks import run
 from tests.timelines import training
 
 MS = 1000.0
-
-
-class Page:
-    """Its texts and attributes; it is XML as well, so that every element must end where it should."""
-
-    def __init__(self, file: Path) -> None:
-        text = file.read_text()
-        assert not re.search(r"https?:|//[a-z]|url\(|@import|\bsrc=|\bhref=", text), "it would ask the network"
-        elements = list(ElementTree.fromstring(text).iter())
-        self.texts = [text.strip() for element in elements for text in (element.text, element.tail) if text]
-        self.attributes = [pair for element in elements for pair in element.items()]
 
 
 def reported(timeline: Timeline, *predicted: Any) -> Report:
@@ -203,6 +192,7 @@ def test_a_state_writes_its_report_as_a_page(tmp_path: Path) -> None:
 
 SCRIPT = """
 from torch.nn.parallel import DistributedDataParallel
+from tests.html_pages import Page
 from tests.hook_training import SMALL_BUCKET, Tower, batch_of, loss_of, seeded
 import torch.distributed as dist
 for _ in range(2):

@@ -51,7 +51,7 @@ class Window:
 
 WINDOW_STEPS = 7
 FIRST_WINDOW = Window(3, 3 + WINDOW_STEPS - 1)  # DDP makes its buckets anew after the first step
-FIRST_LOOK = Window(1, 2)  # before it, where compression may save so much that two steps show it
+FIRST_LOOK = Window(1, 1)  # before it, where compression may save so much that one step shows it
 
 
 @dataclass(frozen=True)

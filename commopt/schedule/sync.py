@@ -150,7 +150,8 @@ class Coordinator:
     def decide(self, point: SyncPoint) -> None:
         """Set `decision`, the same on every rank, by the window that ends with the point."""
         steps = range(point.window.first_step, point.step + 1)
-        records = {record.step: record for record in self._recorder.steps()} if point.settled else {}
+        usable = point.settled or len(steps) == 1  # a step has had buckets other than the one before
+        records = {record.step: record for record in self._recorder.steps()} if usable else {}
         ready_us = {} if point.gradient_times is None else point.gradient_times.times_us()
         own = own_times(records, ready_us, steps, point.units, len(point.gradients))
         times = latest(self._team, own)

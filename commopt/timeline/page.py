@@ -9,6 +9,7 @@ from math import floor, log10
 from pathlib import Path
 from typing import Any
 
+from commopt import pages
 from commopt.recording import StepRecord
 from commopt.timeline.advice import advice
 from commopt.timeline.analysis import begins_us, typical_step
@@ -53,11 +54,9 @@ def write_page(file: Path, timeline: Timeline, report: Report, explanation: str,
     explanation: description of the strategy in use.
     decisions: descriptions of the decisions about it.
     """
-    from jinja2 import Environment, StrictUndefined  # a dependency of torch
-
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
-    template = environment.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
-    text = template.render(
+    pages.write_page(
+        file,
+        Path(__file__).with_name("page.html"),
         mean=report.analysis.mean,
         head=head(report),
         advice=advice(timeline, report),
@@ -68,7 +67,6 @@ def write_page(file: Path, timeline: Timeline, report: Report, explanation: str,
         decisions=decisions,
         words=words(report),
     )
-    file.write_text(text, encoding="utf-8")
 
 
 def _typical_step(timeline: Timeline, report: Report) -> dict[str, Any]:

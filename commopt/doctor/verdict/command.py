@@ -85,6 +85,10 @@ def conclude(found: Measurements, options: argparse.Namespace, before: Measureme
     else:
         print(*lines_of(verdict), *([] if before is None else ["", *changes(found, before)]), sep="\n")
     sys.stdout.flush()
+    if options.html is not None:
+        from commopt.doctor.verdict.page import write_verdict
+
+        write_verdict(options.html, verdict, found, [] if before is None else changes(found, before))
     if options.save is not None:
         found.save(options.save)
     return verdict.status

@@ -52,12 +52,17 @@ class Cause:
 
 @dataclass(frozen=True)
 class Row:
-    """One link in the table."""
+    """One link in the table.
+
+    gbps, expected_gbps: the rates again, for a picture; None where they are not known.
+    """
 
     link: str
     measured: str
     should_be: str
     verdict: str
+    gbps: float | None = None
+    expected_gbps: float | None = None
 
 
 @dataclass(frozen=True)
@@ -386,13 +391,14 @@ def _rows(found: Measurements) -> Iterator[Row]:
 def _level_rows(found: Measurements) -> Iterator[Row]:
     for site in found.network.levels if found.network is not None else ():
         inside, across = rate_text(site.inside_gbps), rate_text(site.across_gbps)
-        yield Row(f"between {site.name}s, a node of all", across, inside, SLOW)
+        yield Row(f"between {site.name}s, a node of all", across, inside, SLOW, site.across_gbps, site.inside_gbps)
     slow = bool(list(_slow_collectives(found)))
     for level in found.levels:
         where = {"intra": "inside a node", "inter": "between nodes", "world": "all ranks"}.get(level.level, level.level)
         for name, gbps in level.rates if level is _across(found) else [max(level.rates, key=lambda each: each[1])]:
             should = rate_text(level.expected_gbps) if level.expected_gbps else "not known"
-            yield Row(f"{where}, {name}", rate_text(gbps), should, SLOW if slow and level.between_nodes else FINE)
+            verdict = SLOW if slow and level.between_nodes else FINE
+            yield Row(f"{where}, {name}", rate_text(gbps), should, verdict, gbps, level.expected_gbps)
 
 
 def _wire_rows(found: Measurements) -> Iterator[Row]:
@@ -402,7 +408,8 @@ def _wire_rows(found: Measurements) -> Iterator[Row]:
         name = f"{wire.node} {wire.interface}" + ("" if wire.used else " (not used)")
         should = rate_text(wire.expected_gbps) if wire.expected_gbps else "not known"
         if wire.gbps is None:
-            yield Row(name, "no answer", should, "not reached" if wire.used else "-")
+            yield Row(name, "no answer", should, "not reached" if wire.used else "-", None, wire.expected_gbps)
             continue
         behind = wire.used and middle is not None and wire.gbps < UNEQUAL * middle
-        yield Row(name, rate_text(wire.gbps), should, SLOW if _is_slow(wire) or behind else FINE)
+        verdict = SLOW if _is_slow(wire) or behind else FINE
+        yield Row(name, rate_text(wire.gbps), should, verdict, wire.gbps, wire.expected_gbps)

@@ -28,6 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--script", nargs=argparse.REMAINDER, metavar="SCRIPT ARGS...", help=script)
     budget = f"time for everything (default {BUDGET_S:g}); slow links get shorter messages"
     add("--budget", dest="budget_s", type=number(5.0, 3600.0), default=BUDGET_S, metavar="SECONDS", help=budget)
+    page = "write the verdict as one page with all links and commands, which needs nothing else"
+    add("--html", type=output_file, metavar="FILE", help=page)
     add("--save", type=output_file, metavar="FILE", help="write what was measured as JSON")
     add("--compare", type=Path, metavar="FILE", help="also print what changed since --save FILE")
 

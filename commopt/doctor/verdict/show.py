@@ -121,7 +121,7 @@ def _training(verdict: Verdict) -> list[str]:
         [
             _cut(gain.strategy, _LONGEST_NAME),
             _cut(f"{significant((one.step_ms - gain.step_ms) / 1e3)} s", _LONGEST_CELL),
-            _learns(gain),
+            learns(gain),
         ]
         for gain in one.gains[:_MOST_GAINS]
     ]
@@ -130,7 +130,8 @@ def _training(verdict: Verdict) -> list[str]:
     return lines
 
 
-def _learns(gain: Gain) -> str:
+def learns(gain: Gain) -> str:
+    """Return how many steps to a loss a strategy needs, over those of exact averages, by optimizer."""
     if gain.exact:
         return "the same"
     texts = [f"{name} x {steps:.2f}" for name, steps in zip(("SGD", "AdamW"), gain.steps, strict=True) if steps]
