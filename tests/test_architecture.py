@@ -40,6 +40,7 @@ LAYERS = (
     "commopt.groups",
     "commopt.recording",
     "commopt.concise_repr",
+    "commopt.pages",
     "commopt.cluster",
     "commopt.display",
     "commopt.command_line",
