@@ -117,8 +117,7 @@ def suspected(nearness: Nearness, attempt: int = 0) -> tuple[Group, ...]:
     """
     root, aside = join(nearness), list[int]()
     while root.parts:
-        limit = root.near * STEP ** (attempt + 1)
-        parts = _parts(root, limit)
+        parts = _parts(root, _limit(root.near, attempt))
         groups = [part.members for part in parts if part.parts]
         aside += [part.members[0] for part in parts if not part.parts]
         if len(groups) > 1:
@@ -132,6 +131,16 @@ def suspected(nearness: Nearness, attempt: int = 0) -> tuple[Group, ...]:
             return ()
         root = next(part for part in parts if part.parts)
     return ()
+
+
+def _limit(near: float, attempt: int) -> float:
+    """Return the nearness at which the nodes of groups were joined, by that at which all were.
+
+    Two large sites are nearer to each other than to a small one, up to STEP**2 times: they are to be two groups. But
+    what is in the middle between `near` and that of the nearest nodes, 1, is near enough.
+    """
+    near_enough = max(STEP * near, min(STEP**2 * near, sqrt(near)))
+    return near_enough if attempt == 0 else STEP * near if near_enough > STEP * near else STEP**2 * near
 
 
 def _parts(root: Branch, limit: float) -> list[Branch]:
