@@ -570,6 +570,22 @@ FAULTS: tuple[Fault, ...] = (
         ("test_timeline",),
     ),
     Fault(
+        "a pair that met by itself counts as much as a whole group",
+        "commopt/probe/nearness.py",
+        "_DOUBT = 2 ",
+        "_DOUBT = 0 ",
+        "sites are found where they are, and nowhere else",
+        ("test_probe_sites",),
+    ),
+    Fault(
+        "compression that is to take no notice of sites goes site by site",
+        "commopt/aggregate/hierarchical.py",
+        "return _nested(self.inter, team.sites_above) if self.sites else self.inter",
+        "return _nested(self.inter, team.sites_above)",
+        "right answer, to a stated tolerance, on every shape of world",
+        ("test_site_ways",),
+    ),
+    Fault(
         "a slow node is a site of its own",
         "commopt/probe/nearness.py",
         "        return gbps / max(min(self.best_gbps[node] for node in pair), 1e-12)\n",

@@ -243,6 +243,7 @@ def chosen(inter: Aggregator, network: Sequence[float]) -> Aggregator:
         *((Compressed(Quantize(4)), network, True) for network in (THREE, FIVE)),
         (Compressed(OneBit()), RACKS, False),
         *((Compressed(OneBit()), network, True) for network in (THREE, FIVE)),
+        *((Compressed(DGC(0.01)), network, False) for network in (RACKS, THREE, FIVE)),
         *((Compressed(DGC(0.001)), network, False) for network in (RACKS, THREE, FIVE)),
     ],
     ids=repr,
