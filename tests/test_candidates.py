@@ -18,7 +18,7 @@ from commopt.aggregate.auto import families
 from commopt.aggregate.learning import LEARNED, LEARNED_LOCAL, steps_to_loss, strength_of
 from commopt.feedback import Layout
 from commopt.groups import TeamShape
-from commopt.schedule.candidates import allowed_families, exact, one_of_each
+from commopt.schedule.candidates import allowed_families, alternatives, one_of_each
 from commopt.schedule.config import makes_plans
 
 NODES, NODE = TeamShape.of((2, 2)), TeamShape.of((4,))
@@ -31,22 +31,21 @@ def gradient() -> tuple[Layout, Tensor]:
 
 def test_only_what_is_exact_and_not_asked_for_in_one_form_may_be_replaced() -> None:
     plain = Hierarchical()
-    assert list(exact(plain, NODES).values()) == [plain, Flat()]
+    assert list(alternatives(plain, NODES).values()) == [plain, Flat()]
     for aggregator, shape in ((plain, NODE), (Flat(), NODES), (Compressed(Quantize(4)), NODES)):
-        assert exact(aggregator, shape) == {repr(aggregator): aggregator}
-    assert list(exact(Auto(), NODES).values()) == [Flat(), Hierarchical()]
-    assert list(exact(Auto(), NODE).values()) == [Flat()]
+        assert alternatives(aggregator, shape) == {repr(aggregator): aggregator}
+    assert list(alternatives(Auto(), NODES).values()) == [Flat(), Hierarchical()]
+    assert list(alternatives(Auto(), NODE).values()) == [Flat()]
 
 
 def test_where_sites_are_told_exact_sums_are_timed_both_ways() -> None:
     told = TeamShape.of((1, 1, 1, 1), sites=((0, 0, 1, 1),))
     assert makes_plans(None, Hierarchical(), told)
     assert not makes_plans("ddp", Hierarchical(), told)
-    assert list(exact(Hierarchical(), told).values()) == [Hierarchical(), Flat()]
+    assert list(alternatives(Hierarchical(), told).values()) == [Hierarchical(), Flat()]
     for aggregator, shape in (
         (Hierarchical(), NODES),  # between two levels sums in nodes are never slower
         (Flat(), told),
-        (Hierarchical(inter=Compressed(Quantize(4))), told),
         (Hierarchical(inter=Hierarchical()), told),  # asked for in this form
     ):
         assert not makes_plans(None, aggregator, shape)

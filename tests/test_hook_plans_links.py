@@ -16,7 +16,7 @@ from commopt.attached.options import AttachOptions
 from commopt.cost import Speeds, nominal_links
 from commopt.groups import TeamShape
 from commopt.schedule.calibration import require_prices
-from commopt.schedule.candidates import exact
+from commopt.schedule.candidates import alternatives
 from tests.hook_training import SMALL_BUCKET, Tower, assert_identical, seeded, train
 from tests.plan_changes import changing
 from tests.ranks import run
@@ -34,7 +34,7 @@ def links_without(*levels: str) -> Links:
 @pytest.mark.parametrize("known", [True, False], ids=["model", "no model"])
 def test_every_level_that_is_used_must_be_there(level: str, known: bool) -> None:
     parameters = dict(Tower().named_parameters()) if known else {}
-    strategies = exact(commopt.Hierarchical(), SHAPE)
+    strategies = alternatives(commopt.Hierarchical(), SHAPE)
     assert len(strategies) == 2
     require_prices(strategies, parameters, SHAPE, links_without())
     with pytest.raises(ConfigurationError) as raised:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import combinations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from commopt.probe.matchings import across, alone, inside, pair, tournament
@@ -111,6 +111,9 @@ def two_levels(draw: st.DrawFn) -> Part:
 
 
 @given(one_level() | two_levels(), st.integers(0, 99))
+@example(joined(switch(6, 2.0), switch(6, 2.0), switch(3, 1.0)), 0)  # the first two look like one site beside the third
+@example(joined(switch(6, 2.0), switch(6, 2.0)), 46)  # few matchings, whose pairs across are often few
+@example(joined(switch(6, 2.0), switch(2, 2 / 3), switch(2, 2 / 3), switch(6, 2.0)), 57)
 @settings(max_examples=40, deadline=None)
 def test_the_tree_that_is_found_is_the_one_that_is_there(root: Part, seed: int) -> None:
     found, network = found_in(root, seed, noise=0.03, disturbed=0.0)

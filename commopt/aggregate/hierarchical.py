@@ -61,11 +61,13 @@ class Hierarchical(Aggregator):
     between all nodes.
 
     intra: how sums inside the node, or the site, are compressed; None: they are exact.
+    sites: False: sites make no levels; `inter` runs between all nodes, as where nobody knows them.
     """
 
     inter: Aggregator = field(default_factory=Flat)
     form: Form | None = None
     intra: Compressed | None = None
+    sites: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.inter, Aggregator):
@@ -90,6 +92,11 @@ class Hierarchical(Aggregator):
                     f"Hierarchical(form={self.form!r}, intra={self.intra!r}): compression inside has one form of its "
                     f"own; leave form"
                 )
+        if not self.sites and isinstance(self.inter, Hierarchical):
+            raise ConfigurationError(
+                f"Hierarchical(inter={self.inter!r}, sites=False): the Hierarchical between the nodes is a level of "
+                f"sites; leave one of the two"
+            )
         if self.form not in (None, *get_args(Form)):
             meant = did_you_mean(self.form, get_args(Form)) or ";"
             raise ConfigurationError(
@@ -231,7 +238,7 @@ class Hierarchical(Aggregator):
             mine = context.layout if team.intra.rank == 0 else None
             reshard(self._across(team), "whole", mine, team.intra, context, buffer.device)
         across = context
-        for _ in range(1 + team.sites_above):
+        for _ in range(1 + team.sites_above * self.sites):
             across = across.within("inter", context.layout, context.result_dtype)
         self.inter.sum_up(buffer, Sums(team, by_leaders=True), scale, across)
 
@@ -415,7 +422,7 @@ class Hierarchical(Aggregator):
 
     def _across(self, team: TeamShape) -> Aggregator:
         """Return the aggregator between the nodes, or the sites, of `team`: `inter`, level by level."""
-        return _nested(self.inter, team.sites_above)
+        return _nested(self.inter, team.sites_above) if self.sites else self.inter
 
     def _form(self, team: TeamShape, nbytes: int, backend: str) -> str:
         inter, linear, sites = self.inter, isinstance(self.inter, LinearAggregator), team.level != "world"
@@ -435,6 +442,8 @@ def _nested(inter: Aggregator, levels: int) -> Aggregator:
     if levels == 0 or inter.per_node:
         return inter
     if isinstance(inter, Hierarchical):  # its own level is the first of them
+        if not inter.sites:
+            return inter
         return replace(inter, inter=_nested(inter.inter, levels - 1))
     return Hierarchical(inter=_nested(inter, levels - 1), intra=usual_inside(inter))
 

@@ -63,8 +63,8 @@ def usual_inside(inter: Aggregator) -> Compressed | None:
     """Return the compression inside a site, where `inter` compresses between sites and nothing else was asked for.
 
     The links of a site are those of its nodes: often so slow that float32 would take longer there than compressed rows
-    between sites. 16 bits stay 16 bits, and what is shorter travels as 8 bits. Exact sums stay exact, and factors are
-    short as they are.
+    between sites. 16 bits stay 16 bits, and what is shorter travels as 8 bits: at no rate that was priced do 16 bits or
+    exact sums cost less (docs/performance.md). Exact sums stay exact, and factors are short as they are.
     """
     if not isinstance(inter, Compressed) or inter.adam is not None:
         return None

@@ -187,7 +187,9 @@ class Pricing:
             if isinstance(step, Call):
                 team = shape.at(step.level)
                 at_once = {"intra": shape.ranks_per_node.count(team.size), **groups}.get(step.level, 1)
-                curve = self._curve(step.level, step.primitive, team.size, at_once)
+                # Where every rank is a node, sites have a level of all nodes above them.
+                level = "world" if team.size == shape.size else step.level
+                curve = self._curve(level, step.primitive, team.size, at_once)
                 what = f"{step.primitive} at level {step.level}"
                 spent["inter" if team.node_count > 1 else "intra"] += curve.time_us(nbytes)
             else:

@@ -21,6 +21,7 @@ LEAST_LATE_US = 1000.0
 """A shorter latency makes nobody far: it does not count beside the time of a message."""
 
 _MOST_MOVES = 8
+_DOUBT = 2  # pairs that are neither near nor far, counted in a mean over the pairs of a node with a group
 
 
 class PairRate(NamedTuple):
@@ -116,17 +117,30 @@ def suspected(nearness: Nearness, attempt: int = 0) -> tuple[Group, ...]:
     """
     root, aside = join(nearness), list[int]()
     while root.parts:
-        limit = root.near * STEP ** (attempt + 1)
-        parts = _parts(root, limit)
+        parts = _parts(root, _limit(root.near, attempt))
         groups = [part.members for part in parts if part.parts]
         aside += [part.members[0] for part in parts if not part.parts]
         if len(groups) > 1:
-            found = _with(aside, _settled(groups, nearness), nearness)
-            return tuple(tuple(sorted(group)) for group in sorted(found, key=min))
+            settled = _settled(groups, nearness)
+            groups = [group for group in settled if len(group) > 1]
+            if len(groups) < 2:
+                return ()
+            aside += [group[0] for group in settled if len(group) == 1]
+            return tuple(tuple(sorted(group)) for group in sorted(_with(aside, groups, nearness), key=min))
         if not groups:
             return ()
         root = next(part for part in parts if part.parts)
     return ()
+
+
+def _limit(near: float, attempt: int) -> float:
+    """Return the nearness at which the nodes of groups were joined, by that at which all were.
+
+    Two large sites are nearer to each other than to a small one, up to STEP**2 times: they are to be two groups. But
+    what is in the middle between `near` and that of the nearest nodes, 1, is near enough.
+    """
+    near_enough = max(STEP * near, min(STEP**2 * near, sqrt(near)))
+    return near_enough if attempt == 0 else STEP * near if near_enough > STEP * near else STEP**2 * near
 
 
 def _parts(root: Branch, limit: float) -> list[Branch]:
@@ -142,30 +156,42 @@ def _parts(root: Branch, limit: float) -> list[Branch]:
 
 
 def _settled(groups: Sequence[Group], nearness: Nearness) -> list[Group]:
-    """Return the groups after each node has moved to the one that it is nearest to; no group loses its last two.
+    """Return the groups after each node has moved to the one that it is nearest to; groups may be left empty.
 
-    A pair that happened to meet while nobody else sent is joined first, wherever its nodes belong.
+    The tree joins the nearest pair first, and a pair that happened to meet while few others sent is the nearest one,
+    wherever its nodes belong. So a mean over few pairs counts as if some more of them were neither near nor far.
     """
+    middle = _middle(groups, nearness)
     found = [set(group) for group in groups]
+
+    def near(node: int, group: set[int]) -> float:
+        others = tuple(sorted(group - {node}))
+        return (len(others) * nearness.to(node, others) + _DOUBT * middle) / (len(others) + _DOUBT)
+
     for _ in range(_MOST_MOVES):
         moved = False
         for node in (node for group in groups for node in group):
             own = next(group for group in found if node in group)
-            best = max(found, key=lambda group: (nearness.to(node, tuple(sorted(group))), group is own))
-            if best is not own and len(own) > 2:
+            best = max(filter(None, found), key=lambda group: (near(node, group), group is own))
+            if best is not own:
                 own.remove(node)
                 best.add(node)
                 moved = True
         if not moved:
             break
-    return [tuple(sorted(group)) for group in found]
+    return [tuple(sorted(group)) for group in found if group]
+
+
+def _middle(groups: Sequence[Group], nearness: Nearness) -> float:
+    """Return what lies between the mean nearness of nodes in a group and that to nodes of another one."""
+    inner = [nearness.to(node, group) for group in groups for node in group]
+    outer = [nearness.to(node, other) for group in groups for node in group for other in groups if other != group]
+    return sqrt(sum(inner) / len(inner) * sum(outer) / len(outer))
 
 
 def _with(aside: Sequence[int], groups: Sequence[Group], nearness: Nearness) -> list[Group]:
     """Return the groups with the nodes aside in the nearest ones, and those far from all alone."""
-    inner = [nearness.to(node, group) for group in groups for node in group]
-    outer = [nearness.to(node, other) for group in groups for node in group for other in groups if other != group]
-    middle = sqrt(sum(inner) / len(inner) * sum(outer) / len(outer))
+    middle = _middle(groups, nearness)
     found, alone = [list(group) for group in groups], list[Group]()
     for node in aside:
         # Of equally near groups the one with the nearest neighbour in the order of ranks.

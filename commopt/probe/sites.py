@@ -29,7 +29,7 @@ _FIRST = 48  # matchings that the first tournaments may have together, if it is 
 _MOST_TURNS = 6
 _TRIED = 3  # of a suspicion: how often across, and inside
 _ALONE = 2
-_ATTEMPTS = 2  # suspicions of a set of nodes, if the first is wrong
+_ATTEMPTS = 2  # suspicions of a set of nodes, if the first is none or wrong
 
 Measure = Callable[[Sequence[Matching]], Sequence[dict[Pair, PairRate]]]
 """Measures matchings one after the other, the pairs of each at once. It may return fewer when time is over."""
@@ -178,14 +178,15 @@ class _SiteSearch:
         waiting = list(nearnesses)
         for attempt in range(_ATTEMPTS):
             suspicions = [(nearness, suspected(nearness, attempt)) for nearness in waiting]
+            waiting = [nearness for nearness, groups in suspicions if groups in tried]
             suspicions = [(nearness, groups) for nearness, groups in suspicions if groups not in tried]
             if not suspicions:
-                break
+                continue
             tried.update(groups for _, groups in suspicions)
             divisions = self._try(suspicions)
             found += [division for division in divisions if division is not None]
             failed = zip(suspicions, divisions, strict=True)
-            waiting = [nearness for (nearness, _), division in failed if division is None]
+            waiting += [nearness for (nearness, _), division in failed if division is None]
         return found
 
     def _try(self, suspicions: Sequence[tuple[Nearness, tuple[Group, ...]]]) -> list[_SplitNodes | None]:

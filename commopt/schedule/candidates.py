@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The strategies that may average: exact ones, and for `auto` one strength of each allowed family of compression."""
+"""The strategies that may average: those alike, and for `auto` one strength of each allowed family of compression."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from commopt.aggregate import Aggregator, Flat, Hierarchical, auto_of, families
 from commopt.aggregate.auto import LOCAL
+from commopt.aggregate.sums import LinearAggregator
 from commopt.compress import Candidates
 from commopt.errors import ConfigurationError
 from commopt.feedback import Layout
@@ -35,24 +36,39 @@ _SIGNIFICANT_ERRORS = 2.0
 # ---------------------------------------------------------------------------------- which strategies there are
 
 
-def exact(aggregator: Aggregator, team: TeamShape) -> dict[str, Aggregator]:
-    """Return the exact averages a plan may choose from, by their names in plans; the first one needs no plan.
+def alternatives(aggregator: Aggregator, team: TeamShape) -> dict[str, Aggregator]:
+    """Return the averages a plan may choose from, by their names in plans; the first one needs no plan.
 
-    An exact average stays exact in either form, so plain Hierarchical() may give way to Flat() where that is faster. An
-    aggregator that rounds, or that was asked for in one form, stays as it is.
+    An exact average stays exact in either form, so plain Hierarchical() may give way to Flat() where that is faster.
+    Compression over told sites may give way to what it is where nobody knows them. An aggregator that was asked for in
+    one form stays as it is.
     """
     found: tuple[Aggregator, ...] = (aggregator,)
     if auto_of(aggregator) is not None:
         found = (Flat(), Hierarchical()) if team.has_levels else (Flat(),)
     elif aggregator == Hierarchical() and team.has_levels:
         found = (aggregator, Flat())
+    elif isinstance(aggregator, Hierarchical) and _compresses_by_site(aggregator, team):
+        found = (aggregator, replace(aggregator, sites=False))
     return {repr(each): each for each in found}
+
+
+def _compresses_by_site(aggregator: Hierarchical, team: TeamShape) -> bool:
+    """Return whether told sites change what is sent, and nobody asked for that: factors go level by level over gloo."""
+    inter = aggregator.inter
+    if team.sites_above == 0 or aggregator != Hierarchical(inter) or isinstance(inter, Hierarchical) or inter.lossless:
+        return False
+    return not inter.per_node and not (isinstance(inter, LinearAggregator) and _over_gloo(team))
+
+
+def _over_gloo(team: TeamShape) -> bool:
+    return team.backend(team.default_device) == "gloo"
 
 
 def available(aggregator: Aggregator, team: TeamShape) -> dict[str, Aggregator]:
     """Return all aggregators a plan may name, by that name; the first one needs no plan."""
     lossy = [strength for family in allowed_families(aggregator, team) for strength in family.strengths]
-    return exact(aggregator, team) | {repr(strength): strength for strength in lossy}
+    return alternatives(aggregator, team) | {repr(strength): strength for strength in lossy}
 
 
 def allowed_families(aggregator: Aggregator, team: TeamShape) -> tuple[Candidates[Aggregator], ...]:

@@ -10,10 +10,11 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from commopt.aggregate import Aggregator, Hierarchical
+from commopt.aggregate import Aggregator
 from commopt.document import read_text
 from commopt.errors import ConfigurationError
 from commopt.groups import Membership, TeamShape
+from commopt.schedule.candidates import alternatives
 from commopt.schedule.decision import Tuned
 from commopt.schedule.plan import Plan
 
@@ -54,14 +55,14 @@ def read_tuned(tuned: Any) -> Tuned | None:
 def makes_plans(plan: Plan | str | None, aggregator: Aggregator, team: TeamShape) -> bool:
     """Return whether plans are to be made for the messages of `aggregator`.
 
-    Without a word from the user they are where there is a choice to make. Sums go site by site faster than in one ring
-    only where the links between sites are slow enough, and nobody has told how slow they are.
+    Without a word from the user they are where there is a choice to make. Going site by site is faster only where the
+    links between sites are slow enough for what is sent, and nobody has told how slow they are.
     """
     return plan == "adaptive" or (plan is None and (aggregator.tunes or _has_two_ways(aggregator, team)))
 
 
 def _has_two_ways(aggregator: Aggregator, team: TeamShape) -> bool:
-    return aggregator == Hierarchical() and team.sites_above > 0
+    return team.sites_above > 0 and len(alternatives(aggregator, team)) > 1
 
 
 def agreed_plan(

@@ -4,10 +4,10 @@
 measured as it is -> trial -> trial .. -> the best, or the one before -> watch -> drift -> trial ..
                                                                             \\> falls behind -> an exact average
 
-Rank 0 decides and all follow, for adaptive buckets (one strategy, or two exact ones) as for `auto` (all that is
-allowed). Each trial is a plan that all ranks follow for nine steps. `auto` tries a strategy in the buckets that ran
-before, then in those planned for it. The messages of a trial correct the prices, by which the next one is made. In the
-end only measurements of this run are compared, and a plan that does not pay is taken back. Before a small gain is
+Rank 0 decides and all follow, for adaptive buckets (one strategy, or two that average alike) as for `auto` (all
+that is allowed). Each trial is a plan that all ranks follow for nine steps. `auto` tries a strategy in the buckets that
+ran before, then in those planned for it. The messages of a trial correct the prices, by which the next one is made. In
+the end only measurements of this run are compared, and a plan that does not pay is taken back. Before a small gain is
 believed, the plan that ran before is measured again: its first window may have seen a program that warms up.
 
 A search makes max_trials trials at most. With 4, and a first window that can be measured, it is over after

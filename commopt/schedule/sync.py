@@ -28,7 +28,14 @@ from commopt.schedule.calibration import (
     prices_from_points,
     samples_of,
 )
-from commopt.schedule.candidates import Candidate, allowed_families, available, exact, local_messages, one_of_each
+from commopt.schedule.candidates import (
+    Candidate,
+    allowed_families,
+    alternatives,
+    available,
+    local_messages,
+    one_of_each,
+)
 from commopt.schedule.costs import Costs
 from commopt.schedule.decision import WINDOW_STEPS, Decision, Tuned, Window
 from commopt.schedule.measure import StepTable, latest, own_times
@@ -126,7 +133,7 @@ class Coordinator:
         self._links = links
         self._recorder = recorder
         self._auto = auto_of(aggregator)
-        self._exact = exact(aggregator, team)
+        self._alike = alternatives(aggregator, team)
         self._families = allowed_families(aggregator, team)
         self._local = local_messages(aggregator, team)
         self._candidates: list[Candidate] | None = None
@@ -199,7 +206,7 @@ class Coordinator:
 
     def _find_candidates(self, point: SyncPoint) -> str:
         """Return the candidates as JSON, or why they cannot be known yet."""
-        found = [Candidate(_PLAIN.get(name, str(each)), name) for name, each in self._exact.items()]
+        found = [Candidate(_PLAIN.get(name, str(each)), name) for name, each in self._alike.items()]
         if self._auto is not None:
             try:
                 found += one_of_each(self._families, point.gradients, point.optimizer) if self._families else []
