@@ -325,6 +325,22 @@ def test_nothing_is_lost(compressor: Compressor | None, staleness: int) -> None:
                 assert float((torch.cat(slow_worker._residuals)).abs().max()) == 0
 
 
+@pytest.mark.parametrize("compressor", [None, OneBit(), Cast()], ids=str)
+@pytest.mark.parametrize("numel", [1, 3, 4, 17])
+def test_a_model_may_have_any_number_of_elements(numel: int, compressor: Compressor | None) -> None:
+    """Rows are padded, to whole vectors of kernels."""
+    with hosted() as server:
+        module = nn.ParameterList([torch.arange(1.0, numel + 1)])
+        worker = commopt.attach(module, ParameterServer(address_of(server), period=1, compressor=compressor))
+        begin = flat(module)
+        learn(module, 0.5)
+        assert worker.round == 1
+        if compressor is None:
+            torch.testing.assert_close(flat(module), begin - 0.5 * torch.linspace(-1, 2, numel).double())
+        theta = server.state_dict()["parameters"]["0"].double()
+        torch.testing.assert_close(theta, flat(module), rtol=1e-2, atol=1e-2)
+
+
 def test_steps_between_push_and_pull_are_kept() -> None:
     with hosted() as server:
         module, worker = joined(address_of(server), period=BY_HAND)

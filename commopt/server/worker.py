@@ -203,7 +203,7 @@ class Worker:
                 )
             if self._settings.compressor is None:
                 values.sub_(self._residuals[place], alpha=decay)
-                payload, residual = values.view(torch.uint8), torch.zeros_like(full_delta)
+                payload, residual = self._wires[place].pack(values), torch.zeros_like(full_delta)
             else:
                 rng_key = RngKey(server.number, self.round, place)
                 delta = torch.sub(self._pulled[place], values, out=values)
