@@ -15,7 +15,7 @@ Outcome = Literal["right", "named error", "hang", "wrong model", "unnamed error"
 OUTCOMES: tuple[Outcome, ...] = ("right", "named error", "hang", "wrong model", "unnamed error")
 FAILURES: tuple[Outcome, ...] = ("hang", "wrong model", "unnamed error")
 
-_LOSS_WITHIN = 0.1  # relative, where two runs without fault do not end with the same bits
+LOSS_WITHIN = 0.1  # relative, where two runs without fault do not end with the same bits
 _SHOWN = 160
 
 
@@ -138,14 +138,10 @@ class Reference:
         for other in alike:
             if run.ranks[other].digest not in (mine, None):
                 return f"ranks {rank} and {other} end with different parameters"
-        return self.learns_less(run, rank)
-
-    def learns_less(self, run: RunRecord, rank: int) -> str:
-        """Return why the losses of a rank are not near those without a fault, "" where they are."""
-        losses = [_last_loss(each.ranks[rank]) for each in self.runs]
+        losses = [last_loss(each.ranks[rank]) for each in self.runs]
         spread = max(losses) - min(losses)
-        mean, loss = sum(losses) / len(losses), _last_loss(run.ranks[rank])
-        if abs(loss - mean) <= max(_LOSS_WITHIN * abs(mean), 3 * spread):
+        mean, loss = sum(losses) / len(losses), last_loss(run.ranks[rank])
+        if abs(loss - mean) <= max(LOSS_WITHIN * abs(mean), 3 * spread):
             return ""
         return f"rank {rank} ends with a loss of {loss:.4g}, and without the fault with {mean:.4g}"
 
@@ -271,7 +267,7 @@ def _nan_went_wrong(run: RunRecord, rank: int) -> str:
     return ""
 
 
-def _last_loss(record: RankRecord) -> float:
+def last_loss(record: RankRecord) -> float:
     """Return the mean loss of the last quarter of the steps; NaN where there is none."""
     losses = [float("nan") if step.loss is None else step.loss for step in record.steps]
     losses = losses[-max(1, len(losses) // 4) :]
