@@ -9,7 +9,17 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from commopt.chaos.faults import FAULTS
-from commopt.chaos.judge import LOSS_WITHIN, Reference, RunRecord, RunVerdict, gist, hung, last_loss, verdict_on
+from commopt.chaos.judge import (
+    LOSS_WITHIN,
+    Reference,
+    RunRecord,
+    RunVerdict,
+    gist,
+    hung,
+    last_loss,
+    named_ranks,
+    verdict_on,
+)
 
 _LOST = "the parameter server is lost"
 
@@ -23,7 +33,7 @@ def judge_workers(run: RunRecord, reference: Reference, limit_s: float, timeout_
     if (found := hung(run, reference, limit_s)) is not None:
         return found
     fault = FAULTS[run.fault]
-    fails, may_fail = _failing(run), set(_separated(run)) if fault.lasts_s >= timeout_s else set()
+    fails, may_fail = _failing(run), _silent(run) if fault.lasts_s >= timeout_s else set()
     workers = [rank for rank in run.left if rank != run.server and run.ranks[rank].digest is not None]
     for rank in run.left:
         mine = run.ranks[rank]
@@ -58,6 +68,14 @@ def _separated(run: RunRecord) -> set[int]:
     return {rank for rank in range(len(run.ranks)) if (rank in run.cut) != (run.server in run.cut)}
 
 
+def _silent(run: RunRecord) -> set[int]:
+    """Return the workers that lose the server if the fault lasts."""
+    workers = set(range(len(run.ranks))) - {run.server}
+    if FAULTS[run.fault].of_link:
+        return _separated(run)
+    return workers if run.victim == run.server else workers & set(run.cut)
+
+
 def _unnamed(run: RunRecord, rank: int) -> str:
     """Return what is wrong with how a rank ended, "" where it has a name for the fault, or none to tell."""
     mine, fault = run.ranks[rank], FAULTS[run.fault]
@@ -70,9 +88,10 @@ def _unnamed(run: RunRecord, rank: int) -> str:
         return "" if says else f"{_name(run, rank)} does not say why: {gist(mine.error)}"
     if mine.named is None:
         return f"{_name(run, rank)} raised no error of commopt: {gist(mine.error)}"
-    expected = "not finite" if run.fault == "nan" else _LOST if run.server in (run.victim, *run.cut) else ""
-    if run.fault == "partition":
-        expected = _LOST
+    if fault.fatal and not fault.of_link and run.victim != run.server:  # in the world of its worker the first rank is 0
+        place = run.victim - min(run.cut)
+        return "" if place in named_ranks(mine.named) else f"rank {rank} does not name rank {place}: {gist(mine.named)}"
+    expected = "not finite" if run.fault == "nan" else _LOST
     return "" if expected in mine.named else f"{_name(run, rank)} does not name the fault: {gist(mine.named)}"
 
 

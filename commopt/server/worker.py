@@ -80,8 +80,8 @@ class Worker:
         buckets = self._buckets()
         self._wires = [Wire(bucket.layout, settings.compressor) for bucket in buckets]
         self._ranks = WorkerRanks(None if ddp is None else ddp.process_group, buckets[0].device)
-        self._ranks.run_on_first(lambda: self._join(buckets))
         try:
+            self._ranks.run_on_first(lambda: self._join(buckets))
             self._take_parameters(attaching=True)
         except BaseException:
             self.close()
@@ -152,6 +152,7 @@ class Worker:
         module = self._module()
         if module is not None and _attached.get(module) is self:
             del _attached[module]
+        self._ranks.close()
         if connection is not None:
             connection.close("has left")
 
