@@ -7,6 +7,7 @@ import argparse
 import logging
 import os
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,11 @@ from commopt.server.shared import Delta, SharedParameters
 from commopt.server.worker import Worker, worker_of
 
 
-def settings_of(strategy: str) -> ParameterServer:
-    """Return the settings in "parameter_server:period=4:compressor=OneBit()". Raises ConfigurationError for others."""
+def settings_of(strategy: str, address: str | None = None) -> ParameterServer:
+    """Return the settings in "parameter_server:period=4:compressor=OneBit()". Raises ConfigurationError for others.
+
+    address: the scheduler's; None: that in the environment.
+    """
     options = {}
     for setting in strategy.split(":")[1:]:
         name, equals, value = setting.partition("=")
@@ -36,7 +40,7 @@ def settings_of(strategy: str) -> ParameterServer:
             raise ConfigurationError(f"{setting!r} in {strategy!r} is no option=value, for example {SERVER}:period=4")
         options[name] = value
     try:
-        return ParameterServer.read(options)
+        return replace(ParameterServer.read(options), address=address)
     except (SyntaxError, TypeError, ValueError, KeyError) as error:
         raise ConfigurationError(f"{strategy!r} does not describe a ParameterServer: {error}") from None
 
