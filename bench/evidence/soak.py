@@ -48,7 +48,7 @@ STRATEGIES = (
 )
 RANKS = 2  # of a strategy under DDP
 _POLL_S = 0.02
-LEARNING_RATE = 1e-3  # so small that the residuals are those of one model
+LEARNING_RATE = 1e-5  # so small that the residuals are those of one model, whose gradients do not grow
 
 # What may be between the first quarter, in which caches fill, and the end.
 _GROWN_BYTES = 16 * 2**20

@@ -131,9 +131,10 @@ def _miscounted(run: RunRecord) -> str:
     total = run.ranks[run.server].done
     if total is None or run.ranks[run.server].error:
         return ""
-    workers = [each for rank, each in enumerate(run.ranks) if rank != run.server]
-    least = sum(each.done or 0.0 for each in workers)
-    unsure = sum(len(each.steps) + 1 - (each.done or 0.0) for each in workers if each.digest is None)
+    workers = [(each, each.done) for rank, each in enumerate(run.ranks) if rank != run.server]
+    counted = [(each, done) for each, done in workers if done is not None]  # one of each worker's ranks
+    least = sum(done for _, done in counted)
+    unsure = sum(len(each.steps) + 1 - done for each, done in counted if each.digest is None)
     if least <= total <= least + unsure:
         return ""
     most = f" to {least + unsure:g}" if unsure else ""

@@ -68,7 +68,7 @@ class RankRecord:
         end = next((event for event in events if event["event"] == "end"), {})
         error, named, digest = end.get("error", ""), end.get("named"), end.get("digest")
         pulled = tuple((event["round"], event["digest"]) for event in events if event["event"] == "pulled")
-        done = next((event["done"] for event in reversed(events) if "done" in event), None)
+        done = next((event["done"] for event in reversed(events) if event.get("done") is not None), None)
         return cls(status, exited_s, end.get("t"), error, named, digest, steps, pulled, done)
 
 

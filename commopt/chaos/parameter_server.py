@@ -85,7 +85,7 @@ class WorkerObserver(Observer):
 
     def _note_pull(self, worker: Worker) -> None:
         """Note the bits, which all workers of this round have, and the work of this worker in them."""
-        done = worker.done if worker.number > 0 else 0.0  # of a DDP model the first rank counts
+        done = worker.done if worker.number > 0 else None  # of a DDP model the first rank counts
         self.journal.write("pulled", round=worker.round, digest=self.digest(), done=done)
 
 
