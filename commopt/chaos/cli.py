@@ -38,6 +38,7 @@ from commopt.server.secret import SECRET_VARIABLE
 
 SCRIPT = Path(__file__).with_name("train.py")
 STRATEGIES = ("hierarchical", "hierarchical_quantized:bits=4", "onebit_local:period=4")
+WITH_SERVER = f"{SERVER}:period=4"
 _SERVER = "server"
 REFERENCES = 2  # to see whether the script does the same in every run
 _EPILOG = f"""faults:
@@ -126,7 +127,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--script", type=Path, default=SCRIPT, metavar="FILE", help="what is trained (default: a small network)")
     add("--faults", metavar="NAME[,NAME...]", help="default: all of them")
-    presets = "presets with options, each after --strategy or several (default: one of each kind)"
+    presets = f"presets with options, or {WITH_SERVER}, each after --strategy or several (default: one of each kind)"
     add("--strategy", dest="strategies", action="extend", nargs="+", default=[], metavar="NAME", help=presets)
     option = "another option of commopt.attach, as for commopt run; may be repeated"
     add("--option", dest="settings", action="append", default=[], metavar="OPTION=VALUE", help=option)
@@ -158,7 +159,7 @@ def campaign_of(options: argparse.Namespace) -> Campaign:
     campaign = Campaign(
         options.script.absolute(),
         tuple(options.arguments[1:] if options.arguments[:1] == ["--"] else options.arguments),
-        tuple(dict.fromkeys(options.strategies or STRATEGIES)),
+        tuple(dict.fromkeys(options.strategies or ([WITH_SERVER] if is_server else STRATEGIES))),
         read_faults(options.faults or ",".join(strikes)),
         tuple(options.settings),
         options.nodes,
