@@ -21,6 +21,7 @@ from commopt import server_commands
 from commopt.chaos.journal import Journal
 from commopt.chaos.rank import SERVER, Observer, RunOrder, Striker, digest_of, sample
 from commopt.errors import ConfigurationError
+from commopt.hooks import attach
 from commopt.run.models import Trained
 from commopt.server.server import Server
 from commopt.server.settings import ParameterServer
@@ -57,13 +58,14 @@ class WorkerObserver(Observer):
 
     def attach_to(self, model: nn.Module) -> None:
         """Join with a model."""
-        if self.trained or not isinstance(model, DistributedDataParallel) or not torch.is_grad_enabled():
+        if self.trained or not torch.is_grad_enabled():
             return
+        module = model.module if isinstance(model, DistributedDataParallel) else model
         self._parameters = list(model.parameters())
-        self._worker = worker_of(model.module) or settings_of(self._choice.strategy).attach(model)
+        self._worker = worker_of(module) or attach(model, settings_of(self._choice.strategy))
         self._watch(self._worker)
         self._note_pull(self._worker)
-        self.trained.append(Trained(type(model.module).__name__, dist.get_rank()))
+        self.trained.append(Trained(type(module).__name__, dist.get_rank()))
 
     def places(self) -> list[Any]:
         """Return the pull that is under way."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import os
 import subprocess
@@ -235,6 +236,7 @@ def train(order: RunOrder, rank: int, kind: type[Observer] = Observer) -> None:
 
     kind: attaches the strategy.
     """
+    faulthandler.enable()  # a rank that aborts leaves the stacks of its threads in its log
     folder = Path(order.folder)
     flights = folder / f"flights{rank}"
     flights.mkdir()
