@@ -53,6 +53,7 @@ class WorkerObserver(Observer):
     """
 
     _worker: Worker | None = None
+    _group: dist.ProcessGroup | None = None
     _pulls = 0
     _pulling = False
 
@@ -61,6 +62,9 @@ class WorkerObserver(Observer):
         if self.trained or not torch.is_grad_enabled():
             return
         module = model.module if isinstance(model, DistributedDataParallel) else model
+        # Gradients are averaged by torch itself. When the last reference to a gloo group goes, torch waits, under the GIL,
+        # for threads that may need the GIL to free what they have sent. They have done so when this one goes.
+        self._group = getattr(model, "process_group", None)
         self._parameters = list(model.parameters())
         self._worker = worker_of(module) or attach(model, settings_of(self._choice.strategy))
         self._watch(self._worker)
