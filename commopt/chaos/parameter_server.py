@@ -62,7 +62,7 @@ class WorkerObserver(Observer):
         if self.trained or not torch.is_grad_enabled():
             return
         module = model.module if isinstance(model, DistributedDataParallel) else model
-        # Gradients are averaged by torch itself. When the last reference to a gloo group goes, torch waits, with the GIL,
+        # Gradients are averaged by torch itself. When the last reference to a gloo group goes, torch waits with the GIL
         # for threads that may need it to free what they have sent. They have done so when this reference goes.
         self._group = getattr(model, "process_group", None)
         self._parameters = list(model.parameters())
