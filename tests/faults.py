@@ -603,6 +603,22 @@ FAULTS: tuple[Fault, ...] = (
     ),
     # ------------------------------------------------------------------------------------ programs and machines
     Fault(
+        "a worker that was struck may go on without its server",
+        "commopt/chaos/asynchronous.py",
+        "        if rank in fails and not mine.error and mine.status == 0:",
+        "        if rank in fails and not mine.error and mine.status != 0:",
+        "chaos: a wrong model is told",
+        ("test_chaos_workers",),
+    ),
+    Fault(
+        "without a compressor a push has no padding",
+        "commopt/server/wire.py",
+        "return torch.cat([payload, payload.new_zeros(missing)]) if missing else payload",
+        "return payload",
+        "server: the mean of deltas by what workers did",
+        ("test_parameter_server",),
+    ),
+    Fault(
         "a rank that ends with other parameters has ended right",
         "commopt/chaos/judge.py",
         'return "" if mine == right else f"rank {rank} ends with other parameters',

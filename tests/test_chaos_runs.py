@@ -71,6 +71,26 @@ def test_rank_0_of_two_and_of_three_nodes(tmp_path: Path) -> None:
         all_is_well(tmp_path / str(nodes), "kill,stop,oom,nan", ("quantized:bits=4",), **shape)
 
 
+@pytest.mark.parametrize("faults", ["kill,stop,partition", "slow,flap,clock", "nan,oom,diskfull"])
+def test_workers_of_a_parameter_server(faults: str, tmp_path: Path) -> None:
+    """The others go on; in a worker of several ranks the struck one is named."""
+    shape = {"nodes": 3, "ranks_per_node": 1}
+    strategies = ("parameter_server:period=4", "parameter_server:period=4:quorum=2:compressor=OneBit()")
+    found = all_is_well(tmp_path / "alone", faults, strategies, **shape)
+    found += all_is_well(tmp_path / "ddp", faults, strategies[:1])
+    assert {judged.verdict.outcome for judged in found} == {"right"}
+
+
+@pytest.mark.parametrize("faults", ["kill,stop,partition,slow", "flap,oom,diskfull,clock"])
+def test_a_parameter_server_is_struck(faults: str, tmp_path: Path) -> None:
+    found = all_is_well(tmp_path, faults, ("parameter_server:period=4:quorum=2",), victim=4)
+    outcomes = {judged.order.fault: judged.verdict.outcome for judged in found}
+    ends = {fault: "named error" for fault in ("kill", "oom")}
+    assert outcomes == {fault: ends.get(fault, "right") for fault in faults.split(",")}
+    for judged in found:
+        assert ">server</text>" in (Path(judged.order.folder) / "picture.svg").read_text()
+
+
 IMPATIENT = """
 import time
 import torch

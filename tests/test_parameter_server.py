@@ -180,6 +180,37 @@ def test_a_ddp_model_is_one_worker() -> None:
 # ------------------------------------------------------------------------------------- slow and dead
 
 
+def lose_a_rank_of_a_worker(rank: int, world_size: int) -> tuple[str, str]:
+    """Return what this rank makes of the death of the other one, and the reason that the server noted."""
+    with ExitStack() as stack:
+        told = [""]
+        if rank == 0:
+            server = stack.enter_context(hosted())
+            told = [address_of(server)]
+        dist.broadcast_object_list(told, src=0)
+        module = seeded(Tower)
+        ddp = TorchDDP(module)
+        worker = commopt.attach(ddp, ParameterServer(told[0], period=3))
+        try:
+            for step in range(100):
+                if rank == 1 and step == 4:
+                    os._exit(0)
+                train(ddp, optimizer_of(module), rank, [step])
+        except Exception as error:
+            named = commopt.failure_of(error)
+            worker.close()
+            until(lambda: not server.workers)
+            return str(named), server.failure
+    return "", ""
+
+
+@pytest.mark.slow
+def test_a_dead_rank_of_a_worker_is_named_and_the_server_goes_on() -> None:
+    found = run(lose_a_rank_of_a_worker, 2, dies=[1], fresh=True)
+    assert found[0][0].startswith("rank 0 lost rank 1")
+    assert found[0][1] == ""
+
+
 def at_a_pace(rank: int, world_size: int) -> tuple[int, int]:
     """Return how many rounds late the last delta came, and how many deltas were refused."""
     step_s = 0.09 if rank == 2 else 0.03
@@ -323,6 +354,22 @@ def test_nothing_is_lost(compressor: Compressor | None, staleness: int) -> None:
             torch.testing.assert_close(owed(), learned, rtol=0, atol=3e-6)
             if compressor is None:
                 assert float((torch.cat(slow_worker._residuals)).abs().max()) == 0
+
+
+@pytest.mark.parametrize("compressor", [None, OneBit(), Cast()], ids=str)
+@pytest.mark.parametrize("numel", [1, 3, 4, 17])
+def test_a_model_may_have_any_number_of_elements(numel: int, compressor: Compressor | None) -> None:
+    """Rows are padded, to whole vectors of kernels."""
+    with hosted() as server:
+        module = nn.ParameterList([torch.arange(1.0, numel + 1)])
+        worker = commopt.attach(module, ParameterServer(address_of(server), period=1, compressor=compressor))
+        begin = flat(module)
+        learn(module, 0.5)
+        assert worker.round == 1
+        if compressor is None:
+            torch.testing.assert_close(flat(module), begin - 0.5 * torch.linspace(-1, 2, numel).double())
+        theta = server.state_dict()["parameters"]["0"].double()
+        torch.testing.assert_close(theta, flat(module), rtol=1e-2, atol=1e-2)
 
 
 def test_steps_between_push_and_pull_are_kept() -> None:
@@ -697,12 +744,13 @@ def test_a_refused_delta_keeps_its_weight() -> None:
         slow_worker.weight(7)
         slow_worker.push()
         slow_worker.pull()
-        assert slow_worker.refused == 1
+        assert (slow_worker.refused, slow_worker.done) == (1, 0)
         before = server.done
         slow_worker.weight(2)
         slow_worker.push()
         slow_worker.pull()
-        assert server.done - before == 7 + 2
+        assert server.done - before == slow_worker.done == 7 + 2
+        assert server.done == fast_worker.done + slow_worker.done
 
 
 def test_memory_is_told_and_bounded() -> None:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What comes of every fault, by every kind of strategy? `python -m bench.evidence.chaos --json FILE`, minutes, as root.
 
-`commopt chaos` on emulated nodes: DDP and FSDP2 with replicas on two nodes of two ranks, and three nodes of one rank.
+`commopt chaos` on emulated nodes: DDP and FSDP2 with replicas on two nodes of two ranks, and three nodes of one rank;
+with a parameter server each node is a worker.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from bench.document import table
 from bench.environment import end_when_told, machine
 from bench.output import read_lines, write_results, written_by
 from commopt.chaos.cli import SCRIPT, Campaign, Judged, perform
-from commopt.chaos.faults import FAULTS, read_faults
+from commopt.chaos.faults import FAULTS, Fault, read_faults
 from commopt.cluster import ClusterUnavailableError
 from commopt.command_line import CommandParser, content_of, output_file, whole
 
@@ -30,7 +31,7 @@ _NOTED = "hierarchical_quantized:bits=4"  # whose messages the page shows
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained where. victim: None for the last rank."""
+    """What is trained where. victim: None for the last rank; the number after it is the parameter server's."""
 
     name: str
     strategies: tuple[str, ...]
@@ -39,6 +40,13 @@ class Job:
     ranks_per_node: int = 2
     victim: int | None = None
 
+    def faults(self, named: str) -> tuple[Fault, ...]:
+        """Return those of a list that can strike the victim."""
+        of_server = self.victim == self.nodes * self.ranks_per_node
+        return tuple(fault for fault in read_faults(named) if fault.of_server or not of_server)
+
+
+_WITH_QUORUM = "parameter_server:period=4:quorum=2:compressor=OneBit()"
 
 JOBS = (
     Job(
@@ -54,6 +62,9 @@ JOBS = (
         ("--model", "hsdp"),
     ),
     Job("DDP, 3 x 1, of rank 0", ("flat", "quantized:bits=4"), nodes=3, ranks_per_node=1, victim=0),
+    Job("3 workers", ("parameter_server:period=4", _WITH_QUORUM), nodes=3, ranks_per_node=1),
+    Job("2 workers of 2 ranks", ("parameter_server:period=4",)),
+    Job("3 workers, of the server", (_WITH_QUORUM,), nodes=3, ranks_per_node=1, victim=3),
 )
 
 
@@ -81,13 +92,14 @@ def measured(
     records: list[dict[str, Any]] = []
     for number, job in enumerate(JOBS):
         strategies = tuple(each for each in job.strategies if (options.only or "") in f"{job.name}, {each}")
-        if not strategies:
+        faults = job.faults(options.faults)
+        if not strategies or not faults:
             continue
         campaign = Campaign(
             SCRIPT,
             job.arguments,
             strategies,
-            read_faults(options.faults),
+            faults,
             nodes=job.nodes,
             ranks_per_node=job.ranks_per_node,
             victim=job.victim,

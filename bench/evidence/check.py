@@ -61,7 +61,7 @@ MEASURES: Mapping[str, Sequence[str]] = {
     "scaling": (*_STEP, "bench/evidence/scaling"),
     "shapes": (*_STEP, "bench/evidence/shapes.py"),
     "server_link": ("commopt/server", "bench/evidence/server_link.py"),
-    "soak": (*_STEP, "commopt/chaos/train.py", "bench/evidence/soak.py"),
+    "soak": (*_STEP, "commopt/server", "commopt/chaos/train.py", "bench/evidence/soak.py"),
     "training": (*_STEP, "bench/training"),
     "verdict": ("commopt/doctor/verdict", "commopt/probe", "commopt/cost", "bench/evidence/verdict.py"),
     "tuning": (*_STEP, "commopt/cost", "bench/evidence/tuning"),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import secrets
 import shutil
 import signal
 import sys
@@ -20,10 +21,12 @@ from queue import Queue
 from types import FrameType
 from typing import Any
 
+from commopt.chaos.asynchronous import judge_workers
 from commopt.chaos.faults import FAULTS, Fault, read_faults
 from commopt.chaos.judge import Reference, RunRecord, RunVerdict, judge
+from commopt.chaos.parameter_server import settings_of
 from commopt.chaos.picture import draw
-from commopt.chaos.rank import RunOrder
+from commopt.chaos.rank import SERVER, RunOrder
 from commopt.chaos.stage import Stage
 from commopt.cluster import ClusterUnavailableError
 from commopt.command_line import BAD_INPUT, number, refuse, whole
@@ -31,9 +34,12 @@ from commopt.display import show_table
 from commopt.document import reason_of
 from commopt.errors import ConfigurationError
 from commopt.run.script import Choice, Script
+from commopt.server.secret import SECRET_VARIABLE
 
 SCRIPT = Path(__file__).with_name("train.py")
 STRATEGIES = ("hierarchical", "hierarchical_quantized:bits=4", "onebit_local:period=4")
+WITH_SERVER = f"{SERVER}:period=4"
+_SERVER = "server"
 REFERENCES = 2  # to see whether the script does the same in every run
 _EPILOG = f"""faults:
 {"".join(f"  {fault.name:10} {fault.about}{chr(10)}" for fault in FAULTS.values())}
@@ -46,7 +52,11 @@ exit status: 0 all runs end so; 1 some do not; {BAD_INPUT} bad input."""
 
 @dataclass(frozen=True)
 class Campaign:
-    """What is to be run. settings: "option=value" of attach."""
+    """What is to be run.
+
+    settings: "option=value" of attach.
+    victim: None for the last rank; the number after it is the parameter server's.
+    """
 
     script: Path
     arguments: tuple[str, ...]
@@ -72,10 +82,12 @@ class Campaign:
         victim = self.world_size - 1 if self.victim is None else self.victim
         settings = (*self.settings, f"timeout={self.timeout_s:g}")
         runs = [""] * REFERENCES + [fault.name for fault in self.faults]
+        environment = {SECRET_VARIABLE: secrets.token_hex()}
         return [
             RunOrder(
                 str(folder / folder_name(strategy) / (fault or f"reference{turn}")),
                 *(str(self.script), self.arguments, strategy, settings, fault, victim, self.at),
+                *(environment, self.timeout_s),
             )
             for strategy in self.strategies
             for turn, fault in enumerate(runs)
@@ -114,15 +126,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("--script", type=Path, default=SCRIPT, metavar="FILE", help="what is trained (default: a small network)")
-    add("--faults", default=",".join(FAULTS), metavar="NAME[,NAME...]", help="default: all of them")
-    presets = "presets with options, each after --strategy or several (default: one of each kind)"
+    add("--faults", metavar="NAME[,NAME...]", help="default: all of them")
+    presets = f"presets with options, or {WITH_SERVER}, each after --strategy or several (default: one of each kind)"
     add("--strategy", dest="strategies", action="extend", nargs="+", default=[], metavar="NAME", help=presets)
     option = "another option of commopt.attach, as for commopt run; may be repeated"
     add("--option", dest="settings", action="append", default=[], metavar="OPTION=VALUE", help=option)
     add("--nodes", type=whole(2, 16), default=2, help="number of nodes (default 2)")
     add("--ranks-per-node", type=whole(1, 16), default=2, help="ranks on every node (default 2)")
     add("--rate", default="200mbit", help="rate of every node's link (default 200mbit)")
-    add("--victim", type=whole(0), metavar="RANK", help="the rank that a fault strikes (default: the last)")
+    victim = f"the rank that a fault strikes (default: the last), or {_SERVER}: that of {SERVER}"
+    add("--victim", type=_victim, metavar="RANK", help=victim)
     add("--at", type=whole(2), default=10, metavar="STEP", help="when it strikes (default 10)")
     add("--timeout", type=number(0, 3600), default=15, help="of the strategy's collectives, in seconds (default 15)")
     limit = "seconds in which every rank has to notice a fault (default: 5 more than --timeout)"
@@ -134,24 +147,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="arguments of the script, after --")
 
 
+def _victim(text: str) -> int | str:
+    return text if text == _SERVER else whole(0)(text)
+
+
 def campaign_of(options: argparse.Namespace) -> Campaign:
     """Return the campaign of a command line. Raises ConfigurationError for what cannot be run."""
+    world_size = options.nodes * options.ranks_per_node
+    is_server = options.victim == _SERVER
+    strikes = [fault.name for fault in FAULTS.values() if fault.of_server or not is_server]
     campaign = Campaign(
         options.script.absolute(),
         tuple(options.arguments[1:] if options.arguments[:1] == ["--"] else options.arguments),
-        tuple(dict.fromkeys(options.strategies or STRATEGIES)),
-        read_faults(options.faults),
+        tuple(dict.fromkeys(options.strategies or ([WITH_SERVER] if is_server else STRATEGIES))),
+        read_faults(options.faults or ",".join(strikes)),
         tuple(options.settings),
         options.nodes,
         options.ranks_per_node,
         options.rate,
-        options.victim,
+        world_size if is_server else options.victim,
         options.at,
         options.timeout,
         options.timeout + 5 if options.limit is None else options.limit,
         options.jobs,
     )
-    if campaign.victim is not None and campaign.victim >= campaign.world_size:
+    if not is_server and campaign.victim is not None and campaign.victim >= campaign.world_size:
         raise ConfigurationError(
             f"--victim {campaign.victim} is none of {campaign.world_size} ranks; pass 0 to the last of them"
         )
@@ -165,8 +185,26 @@ def campaign_of(options: argparse.Namespace) -> Campaign:
         if setting.startswith("timeout="):
             raise ConfigurationError(f"--option {setting} is what --timeout says; pass that")
     for strategy in campaign.strategies:
-        Choice.read(strategy, campaign.settings)
+        _require_sound(strategy, campaign)
     return campaign
+
+
+def _require_sound(strategy: str, campaign: Campaign) -> None:
+    """Raise ConfigurationError for a strategy that does not exist, or does not go with the rest."""
+    if strategy.partition(":")[0] == SERVER:
+        settings_of(strategy)
+        if campaign.settings:
+            raise ConfigurationError(
+                f"--option {campaign.settings[0]} is of attach, and {strategy} takes none; leave it out"
+            )
+        if campaign.victim == campaign.world_size:
+            odd = [fault.name for fault in campaign.faults if not fault.of_server]
+            if odd:
+                raise ConfigurationError(f"--faults {odd[0]} does not strike a server; leave it out")
+        return
+    if campaign.victim == campaign.world_size:
+        raise ConfigurationError(f"--victim {_SERVER} is of {SERVER}, and {strategy} has none; pass a rank")
+    Choice.read(strategy, campaign.settings)
 
 
 def perform(campaign: Campaign, folder: Path, heard: Callable[[Judged], object] = lambda judged: None) -> list[Judged]:
@@ -204,19 +242,18 @@ def _judged(
     campaign: Campaign, runs: Sequence[tuple[RunOrder, Callable[[], RunRecord]]], heard: Callable[[Judged], object]
 ) -> Iterator[Judged]:
     references: list[RunRecord] = []
-    tuned = {
-        strategy: bool(Choice.read(strategy, campaign.settings).aggregator.tunes) for strategy in campaign.strategies
-    }
     for order, wait in runs:
         run = wait()
         if not order.fault:
             references = [*(each for each in references if each.strategy == order.strategy), run]
             continue
-        judged = Judged(
-            order, run, judge(run, Reference(references, tuned[order.strategy]), campaign.limit_s, campaign.timeout_s)
+        tuned = not order.has_server and bool(Choice.read(order.strategy, campaign.settings).aggregator.tunes)
+        verdict = (judge_workers if order.has_server else judge)(
+            run, Reference(references, tuned), campaign.limit_s, campaign.timeout_s
         )
+        judged = Judged(order, run, verdict)
         title = f"{order.fault}, {order.strategy}: {judged.verdict.outcome}"
-        draw(Path(order.folder), campaign.world_size, title, Path(order.folder, "picture.svg"))
+        draw(Path(order.folder), len(run.ranks), title, Path(order.folder, "picture.svg"))
         heard(judged)
         yield judged
 

@@ -23,6 +23,7 @@ class Fault:
     lasts_s: for how long messages do not get through; a shorter timeout may end the run.
     of_link: whether it strikes the link of a node.
     cause: what the error of the rank it strikes has to say, as a regular expression; "" where that rank says nothing.
+    of_server: whether it strikes a parameter server, too.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Fault:
     lasts_s: float = 0.0
     cause: str = ""
     of_link: bool = False
+    of_server: bool = True
 
 
 FAULTS = {
@@ -48,7 +50,7 @@ FAULTS = {
             lasts_s=FLAP_S,
             of_link=True,
         ),
-        Fault("nan", "the gradients of one rank are NaN"),
+        Fault("nan", "the gradients of one rank are NaN", of_server=False),
         Fault("oom", "an allocation on one rank fails", fatal=True, cause=r"memory"),
         Fault("diskfull", "the disk of one rank is full when it saves", fatal=True, cause=r"No space left"),
         Fault("clock", "the clock of one rank jumps an hour ahead, and back", moments=2),

@@ -15,7 +15,7 @@ Outcome = Literal["right", "named error", "hang", "wrong model", "unnamed error"
 OUTCOMES: tuple[Outcome, ...] = ("right", "named error", "hang", "wrong model", "unnamed error")
 FAILURES: tuple[Outcome, ...] = ("hang", "wrong model", "unnamed error")
 
-_LOSS_WITHIN = 0.1  # relative, where two runs without fault do not end with the same bits
+LOSS_WITHIN = 0.1  # relative, where two runs without fault do not end with the same bits
 _SHOWN = 160
 
 
@@ -43,6 +43,8 @@ class RankRecord:
     noticed_s: when its script ended, or raised; None where neither was seen.
     error: what it raised, "" for nothing. named: the error of commopt behind it.
     digest: of its parameters, where it ended well.
+    pulled: of a parameter server's worker, the rounds that it pulled, each with a digest.
+    done: of a parameter server, the work of all deltas that counted; of its worker, that of its own.
     """
 
     status: int | None
@@ -52,6 +54,8 @@ class RankRecord:
     named: str | None = None
     digest: str | None = None
     steps: tuple[NotedStep, ...] = ()
+    pulled: tuple[tuple[int, str], ...] = ()
+    done: float | None = None
 
     @classmethod
     def of(cls, status: int | None, exited_s: float, events: Sequence[dict[str, Any]]) -> RankRecord:
@@ -63,12 +67,17 @@ class RankRecord:
         )
         end = next((event for event in events if event["event"] == "end"), {})
         error, named, digest = end.get("error", ""), end.get("named"), end.get("digest")
-        return cls(status, exited_s, end.get("t"), error, named, digest, steps)
+        pulled = tuple((event["round"], event["digest"]) for event in events if event["event"] == "pulled")
+        done = next((event["done"] for event in reversed(events) if event.get("done") is not None), None)
+        return cls(status, exited_s, end.get("t"), error, named, digest, steps, pulled, done)
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run. fault: "" for none. cut: the ranks of the victim's node. Times are in seconds on one clock."""
+    """A run. Times are in seconds on one clock.
+
+    fault: "" for none. cut: the ranks of the victim's node. server: which of `ranks` is a parameter server, if any.
+    """
 
     strategy: str
     fault: str
@@ -77,6 +86,12 @@ class RunRecord:
     begun_s: float
     struck_s: float | None
     ranks: tuple[RankRecord, ...]
+    server: int | None = None
+
+    @property
+    def left(self) -> list[int]:
+        """The ranks that the fault has not killed."""
+        return [rank for rank in range(len(self.ranks)) if (self.fault, rank) != ("kill", self.victim)]
 
 
 @dataclass(frozen=True)
@@ -123,38 +138,26 @@ class Reference:
         for other in alike:
             if run.ranks[other].digest not in (mine, None):
                 return f"ranks {rank} and {other} end with different parameters"
-        losses = [_last_loss(each.ranks[rank]) for each in self.runs]
+        losses = [last_loss(each.ranks[rank]) for each in self.runs]
         spread = max(losses) - min(losses)
-        mean, loss = sum(losses) / len(losses), _last_loss(run.ranks[rank])
-        if abs(loss - mean) <= max(_LOSS_WITHIN * abs(mean), 3 * spread):
+        mean, loss = sum(losses) / len(losses), last_loss(run.ranks[rank])
+        if abs(loss - mean) <= max(LOSS_WITHIN * abs(mean), 3 * spread):
             return ""
         return f"rank {rank} ends with a loss of {loss:.4g}, and without the fault with {mean:.4g}"
 
 
 def judge(run: RunRecord, reference: Reference, limit_s: float, timeout_s: float) -> RunVerdict:
-    """Return how a run ended.
+    """Return how a run ended whose ranks need each other.
 
     limit_s: within which every rank has to notice a fault. timeout_s: of the strategy's collectives.
     """
-    fault = FAULTS[run.fault]
-    from_s = run.begun_s if run.struck_s is None else run.struck_s
-    left = [rank for rank in range(len(run.ranks)) if (run.fault, rank) != ("kill", run.victim)]
-    seconds = max((run.ranks[rank].noticed_s or run.ranks[rank].exited_s) - from_s for rank in left)
+    fault, left = FAULTS[run.fault], run.left
+    if (found := hung(run, reference, limit_s)) is not None:
+        return found
 
     def verdict(outcome: Outcome, said: str, ok: bool = True) -> RunVerdict:
-        return RunVerdict(outcome, ok and outcome not in FAILURES, seconds, said)
+        return verdict_on(run, outcome, said, ok)
 
-    if reference.problem:
-        return verdict("unnamed error", reference.problem)
-    failed = next((rank for rank, each in enumerate(run.ranks) if each.digest is None), None)
-    if run.struck_s is None and failed is not None:
-        why = gist(run.ranks[failed].error or "it was stuck, or died")
-        return verdict("unnamed error", f"before the fault rank {failed} did not end well: {why}")
-    if run.struck_s is None:
-        return verdict("right", "the script ended before the fault; give it more steps, or an earlier --at", ok=False)
-    for rank in left:
-        if stuck := _stuck(run, rank, from_s, limit_s):
-            return verdict("hang", stuck)
     for rank in left:
         if wrong := _unnamed(run, rank, fault):
             return verdict("unnamed error", wrong)
@@ -171,6 +174,30 @@ def judge(run: RunRecord, reference: Reference, limit_s: float, timeout_s: float
     if fault.fatal or run.fault in ("nan", "slow") or fault.lasts_s >= timeout_s:
         return verdict("named error", said)
     return verdict("named error", f"training could have gone on: {said}", ok=False)
+
+
+def verdict_on(run: RunRecord, outcome: Outcome, said: str, ok: bool = True) -> RunVerdict:
+    """Return a verdict. ok: False where even such an outcome is none that is wanted."""
+    from_s = run.begun_s if run.struck_s is None else run.struck_s
+    seconds = max((run.ranks[rank].noticed_s or run.ranks[rank].exited_s) - from_s for rank in run.left)
+    return RunVerdict(outcome, ok and outcome not in FAILURES, seconds, said)
+
+
+def hung(run: RunRecord, reference: Reference, limit_s: float) -> RunVerdict | None:
+    """Return the verdict on a run that shows nothing of the fault, or in which a rank hangs; None for others."""
+    if reference.problem:
+        return verdict_on(run, "unnamed error", reference.problem)
+    failed = next((rank for rank, each in enumerate(run.ranks) if each.digest is None), None)
+    if run.struck_s is None and failed is not None:
+        why = gist(run.ranks[failed].error or "it was stuck, or died")
+        return verdict_on(run, "unnamed error", f"before the fault rank {failed} did not end well: {why}")
+    if run.struck_s is None:
+        said = "the script ended before the fault; give it more steps, or an earlier --at"
+        return verdict_on(run, "right", said, ok=False)
+    for rank in run.left:
+        if stuck := _stuck(run, rank, run.struck_s, limit_s):
+            return verdict_on(run, "hang", stuck)
+    return None
 
 
 def _stuck(run: RunRecord, rank: int, from_s: float, limit_s: float) -> str:
@@ -240,7 +267,7 @@ def _nan_went_wrong(run: RunRecord, rank: int) -> str:
     return ""
 
 
-def _last_loss(record: RankRecord) -> float:
+def last_loss(record: RankRecord) -> float:
     """Return the mean loss of the last quarter of the steps; NaN where there is none."""
     losses = [float("nan") if step.loss is None else step.loss for step in record.steps]
     losses = losses[-max(1, len(losses) // 4) :]

@@ -57,7 +57,8 @@ def picture(run: Sequence[Event], ranks: Sequence[Sequence[Event]], title: str) 
     parts = [_text(_LEFT, 22, title, size=15, weight="bold"), *_legend()]
     for rank, events in enumerate(ranks):
         y = _TOP + _ROW * rank
-        parts.append(_text(_LEFT - 8, y + 15, f"rank {rank}", anchor="end"))
+        name = next((event["role"] for event in events if "role" in event), f"rank {rank}")
+        parts.append(_text(_LEFT - 8, y + 15, name, anchor="end"))
         gone = exits.get(rank)
         for since, until, what in spans(events, gone["t"] if gone else end):
             if until > begin:

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import os
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial, wraps
@@ -29,6 +30,7 @@ from commopt.lanes.registry import lanes
 from commopt.run.models import Models, watching
 from commopt.run.script import Choice, Script
 
+SERVER = "parameter_server"  # the strategy whose options are those of ParameterServer
 EVERY = 5  # steps between the moments of a fault
 _SAMPLE_S = 0.1
 _STRUCK_WITHIN_S = 60.0
@@ -40,6 +42,8 @@ class RunOrder:
     """What the ranks of one run are told.
 
     folder: where journals are written. settings: "option=value" of attach. fault: "" for none. at: the step, from 1.
+    victim: the rank that the fault strikes; the number after the last one is the parameter server's.
+    timeout_s: of the parameter server, for silence.
     """
 
     folder: str
@@ -51,6 +55,7 @@ class RunOrder:
     victim: int = 0
     at: int = 10
     environment: dict[str, str] = field(default_factory=dict)
+    timeout_s: float = 15.0
 
     def told(self) -> dict[str, Any]:
         """Return it as JSON can hold it."""
@@ -60,6 +65,11 @@ class RunOrder:
     def heard(cls, told: dict[str, Any]) -> RunOrder:
         """Return what `told` was of."""
         return cls(**told | {"arguments": tuple(told["arguments"]), "settings": tuple(told["settings"])})
+
+    @property
+    def has_server(self) -> bool:
+        """Whether the ranks are workers of a parameter server, each node one."""
+        return self.strategy.partition(":")[0] == SERVER
 
     @property
     def moments(self) -> list[int]:
@@ -73,8 +83,9 @@ class Observer(Models):
     def __init__(
         self, order: RunOrder, journal: Journal, strike: Callable[[int, Tensor], Tensor | None] | None
     ) -> None:
-        super().__init__(Choice.read(order.strategy, order.settings))
-        self._journal, self._strike, self._moments = journal, strike, order.moments
+        choice = Choice(order.strategy) if order.has_server else Choice.read(order.strategy, order.settings)
+        super().__init__(choice)
+        self.journal, self._strike, self._moments = journal, strike, order.moments
         self._fault = order.fault
         self._model: ReferenceType[nn.Module] | None = None
         self._parameters: list[Tensor] = []  # they outlive the script's model
@@ -84,7 +95,7 @@ class Observer(Models):
 
     def before_forward(self, model: nn.Module) -> None:
         """Attach, if it is time for it; note the step that is over."""
-        super().before_forward(model)
+        self.attach_to(model)
         if self._model is None and self.trained:
             self._model, self._parameters = ref(model), list(model.parameters())
             register_optimizer_step_pre_hook(self._look_at_gradients)
@@ -93,6 +104,14 @@ class Observer(Models):
             self._step += 1
             if self._strike is not None and self._step in self._moments:
                 self._arm(model, partial(self._strike, self._moments.index(self._step)))
+
+    def attach_to(self, model: nn.Module) -> None:
+        """Attach the strategy to a model, unless that was done; `trained` has a line for it then."""
+        super().before_forward(model)
+
+    def places(self) -> list[Any]:
+        """Return where in communication this process is, from another thread; it waits while it stays there."""
+        return [place for lane in lanes() if (place := lane.under_way()) is not None]
 
     def note_step(self) -> None:
         """Note the step before this moment, if there was any."""
@@ -103,17 +122,13 @@ class Observer(Models):
         told: Event = {"loss": self._loss if self._loss is not None and isfinite(self._loss) else None}
         norm = repr(norm) if norm is not None and not isfinite(norm) else norm
         told |= {"finite": self._finite, "any_finite": self._any_finite}
-        self._journal.write("step", step=self._step, residual=norm, **told)
+        self.journal.write("step", step=self._step, residual=norm, **told)
         self._finite = self._any_finite = True
         self._loss = None
 
     def digest(self) -> str:
         """Return a hash of the parameters that this rank holds."""
-        found = hashlib.sha256()
-        for each in self._parameters:
-            local = each.to_local() if isinstance(each, DTensor) else each
-            found.update(local.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-        return found.hexdigest()[:16]
+        return digest_of(each.to_local() if isinstance(each, DTensor) else each for each in self._parameters)
 
     @contextmanager
     def watching_losses(self) -> Iterator[None]:
@@ -154,17 +169,25 @@ class Observer(Models):
         handle = layers[place].register_forward_hook(catch)
 
 
+def digest_of(tensors: Iterable[Tensor]) -> str:
+    """Return a hash of the bits of tensors."""
+    found = hashlib.sha256()
+    for each in tensors:
+        found.update(each.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
 # ------------------------------------------------------------------------------------------- faults
 
 
 class Striker:
-    """Does what a fault does inside a rank, or waits until it was done from outside."""
+    """Does what a fault does inside a process, or waits until it was done from outside. files: where it saves."""
 
-    def __init__(self, order: RunOrder, journal: Journal, flights: Path) -> None:
-        self._fault, self._folder, self._journal, self._flights = order.fault, Path(order.folder), journal, flights
+    def __init__(self, order: RunOrder, journal: Journal, files: Path) -> None:
+        self._fault, self._folder, self._journal, self._files = order.fault, Path(order.folder), journal, files
 
     def __call__(self, number: int, gradient: Tensor) -> Tensor | None:
-        """Strike for the number-th time, in a backward."""
+        """Strike for the number-th time; return what takes the place of the gradient, None where it stays."""
         self._journal.write("strike", number=number)
         inside: Any = getattr(self, f"_{self._fault}", None)
         if inside is not None:
@@ -182,12 +205,16 @@ class Striker:
         torch.empty(2**50, dtype=torch.uint8, device=gradient.device)  # more than any machine has
 
     def _diskfull(self, number: int, gradient: Tensor) -> None:
-        """Save to a disk that is full; flight records go there, too. It is this node's alone, and gone with it."""
-        command = ["mount", "-t", "tmpfs", "-o", f"size={_DISK}", "commopt-chaos", str(self._flights)]
-        subprocess.run(command, check=True, capture_output=True)
-        with (self._flights / "checkpoint.pt").open("wb", buffering=0) as file:
+        """Save to a disk that is full; flight records go there, too."""
+        self.shrink_disk()
+        with (self._files / "checkpoint.pt").open("wb", buffering=0) as file:
             while True:
                 file.write(bytes(4096))
+
+    def shrink_disk(self) -> None:
+        """Put a small disk where files are saved. It is this node's alone, and gone with it."""
+        command = ["mount", "-t", "tmpfs", "-o", f"size={_DISK}", "commopt-chaos", str(self._files)]
+        subprocess.run(command, check=True, capture_output=True)
 
     def _clock(self, number: int, gradient: Tensor) -> None:
         """Set the clock that Python's programs ask; the machine's own is not touched."""
@@ -204,17 +231,21 @@ _TIME, _TIME_NS = time.time, time.time_ns
 # --------------------------------------------------------------------------------------- the process
 
 
-def train(order: RunOrder, rank: int) -> None:
-    """Run the script in this process; what ends it goes into the journal and passes through."""
+def train(order: RunOrder, rank: int, kind: type[Observer] = Observer) -> None:
+    """Run the script in this process; what ends it goes into the journal and passes through.
+
+    kind: attaches the strategy.
+    """
+    faulthandler.enable()  # a rank that aborts leaves the stacks of its threads in its log
     folder = Path(order.folder)
     flights = folder / f"flights{rank}"
     flights.mkdir()
     os.environ["COMMOPT_FLIGHT"] = str(flights)
     journal = Journal(folder / f"rank{rank}.jsonl")
     journal.write("begin", pid=os.getpid())
-    threading.Thread(target=_sample, args=(journal,), name="chaos-journal", daemon=True).start()
     strikes = order.fault and order.victim == rank
-    observer = Observer(order, journal, Striker(order, journal, flights) if strikes else None)
+    observer = kind(order, journal, Striker(order, journal, flights) if strikes else None)
+    sample(journal, observer.places)
     try:
         with watching(observer), observer.watching_losses():
             made = Script(order.script, order.arguments).run()
@@ -233,12 +264,19 @@ def train(order: RunOrder, rank: int) -> None:
     del made
 
 
-def _sample(journal: Journal) -> None:
-    """Note what this process does, ten times a second; a gap means that it does not run."""
-    before: list[Any] = []
-    while True:
-        places = [place for lane in lanes() if (place := lane.under_way()) is not None]
-        waits = any(place in before for place in places)
-        journal.write("sample", doing="waiting" if waits else "training")
-        before = places
-        time.sleep(_SAMPLE_S)
+def sample(journal: Journal, places: Callable[[], list[Any]]) -> None:
+    """Note in a thread what this process does, ten times a second; a gap means that it does not run.
+
+    places: returns where it is, if in communication.
+    """
+
+    def run() -> None:
+        before: list[Any] = []
+        while True:
+            now = places()
+            waits = any(place in before for place in now)
+            journal.write("sample", doing="waiting" if waits else "training")
+            before = now
+            time.sleep(_SAMPLE_S)
+
+    threading.Thread(target=run, name="chaos-journal", daemon=True).start()

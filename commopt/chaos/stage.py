@@ -42,7 +42,7 @@ class Stage:
         self._limit_s = limit_s
         self._agents: list[subprocess.Popen[str]] = []
         self._said: queue.Queue[Event] = queue.Queue()
-        self._ports = count(_PORT)
+        self._ports = count(_PORT, 2)  # the store's, and the scheduler's
         self._stopped = False
         ends = list(accumulate(self._cluster.ranks_per_node))
         self.nodes = [next(node for node, end in enumerate(ends) if rank < end) for rank in range(ends[-1])]
@@ -101,7 +101,8 @@ class Stage:
         """Run the script on all ranks until none is left, or until they are stuck and killed."""
         Path(order.folder).mkdir(parents=True, exist_ok=True)
         self._order(json.dumps({**order.told(), "port": next(self._ports)}), self._agents)
-        performance = _Performance(order, self._cluster, self.nodes, self._limit_s)
+        nodes = [*self.nodes, 0] if order.has_server else self.nodes
+        performance = _Performance(order, self._cluster, nodes, self._limit_s)
         try:
             while performance.going_on() and not self._stopped:
                 self._hear(performance)
@@ -110,8 +111,8 @@ class Stage:
             while performance.left:
                 self._hear(performance)
             performance.clear_up()
-            self._order("end", self._agents[:1])
-            self._await("ended", 1, _STARTS_WITHIN_S)
+            self._order("end", self._agents)
+            self._await("ended", len(self._agents), _STARTS_WITHIN_S)
         if performance.problem is not None:
             raise performance.problem
         return performance.record()
@@ -129,7 +130,7 @@ class Stage:
 
 
 class _Performance:
-    """One run: what is heard of its ranks, and the fault."""
+    """One run: what is heard of its ranks, and the fault. The last process may be a parameter server."""
 
     def __init__(self, order: RunOrder, cluster: EmulatedCluster, nodes: Sequence[int], limit_s: float) -> None:
         self.order, self._cluster, self._nodes, self._limit_s = order, cluster, nodes, limit_s
@@ -163,6 +164,8 @@ class _Performance:
             self._ended[said["rank"]] = status, said["t"]
             self._journal.write("exit", said["t"], rank=said["rank"], status=said["status"], stuck=self._killed)
             self._progress_s = time.monotonic()
+            if self.order.has_server and self._ended.keys() == set(range(len(self._nodes) - 1)):
+                self._signal(len(self._nodes) - 1, signal.SIGTERM)  # the server's work is done
 
     def going_on(self) -> bool:
         """Read the journals, let the fault strike; return whether to wait for more."""
@@ -201,7 +204,9 @@ class _Performance:
         victim, fault = self.order.victim, self.order.fault
         struck = [event["t"] for event in self._events[victim] if event["event"] == "strike"]
         cut = tuple(rank for rank, node in enumerate(self._nodes) if node == self._nodes[victim])
-        return RunRecord(self.order.strategy, fault, victim, cut, self._begun_s, struck[0] if struck else None, ranks)
+        server = len(ranks) - 1 if self.order.has_server else None
+        begun_s, struck_s = self._begun_s, struck[0] if struck else None
+        return RunRecord(self.order.strategy, fault, victim, cut, begun_s, struck_s, ranks, server)
 
     # ---------------------------------------------------------------------------------------- faults
 

@@ -38,13 +38,13 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=options.timeout))
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    world_size, shards = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
+    place = int(os.environ["GROUP_RANK"]) * shards + int(os.environ["LOCAL_RANK"])  # a node may be a world of its own
     module = network()
     model: Any
     if options.model == "ddp":
         model = DistributedDataParallel(module, bucket_cap_mb=0.05)
     else:
-        shards = int(os.environ["LOCAL_WORLD_SIZE"])
         mesh = init_device_mesh("cpu", (world_size // shards, shards), mesh_dim_names=("replicate", "shard"))
         for layer in module:
             if isinstance(layer, nn.Linear):
@@ -52,7 +52,7 @@ def main() -> None:
         model = fully_shard(module, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(options.steps):
-        draw = torch.Generator().manual_seed(1000 * step + rank)
+        draw = torch.Generator().manual_seed(1000 * step + place)
         inputs = torch.randn(BATCH, WIDTH, generator=draw)
         loss = cross_entropy(model(inputs), inputs[:, :CLASSES].argmax(1))
         optimizer.zero_grad()

@@ -15,13 +15,16 @@ from torch import Tensor
 from commopt import errors
 from commopt.errors import CommoptError, TransportError
 from commopt.feedback.parameter_buckets import ParameterBucket
+from commopt.lanes.client import LaneClient
 
 _WAIT_S = 0.5  # between two broadcasts of "not yet", which keep the group's timeout from passing
 _NOT_YET = {"done": False}
 
 
 class WorkerRanks:
-    """The ranks that share one connection to the server.
+    """The ranks that share one connection to the server. Collective over the ranks of a group, as `LaneClient.join`.
+
+    They watch over each other: a rank that dies is named on all others, though DDP's averages are torch's own.
 
     group: process group of a DDP model; None for a single process.
     device: device whose tensors the group can send; None: the CPU.
@@ -31,6 +34,12 @@ class WorkerRanks:
         self._group = None if group is None or group.size() == 1 else group
         self._device = torch.device("cpu") if device is None else device
         self.is_first = group is None or group.rank() == 0
+        self._client = None if self._group is None else LaneClient.join("Worker", self._group, None, None)
+
+    def close(self) -> None:
+        """Watch no more."""
+        if self._client is not None:
+            self._client.close()
 
     def run_on_first(self, call: Callable[[], Any]) -> Any:
         """Run `call` on the first rank. Return its result, a JSON value, and raise its error, on all ranks."""

@@ -48,6 +48,12 @@ class Wire:
             region.write(next_residual, feedback.new)
         return payload.view(-1), next_residual
 
+    def pack(self, values: Tensor) -> Tensor:
+        """Return the payload (uint8, 1-D) of float32 values without compression; it may share their memory."""
+        payload = values.view(torch.uint8)
+        missing = self.rows(0).nbytes - payload.numel()
+        return torch.cat([payload, payload.new_zeros(missing)]) if missing else payload
+
     def decode(self, payload: Tensor, number: int) -> Tensor:
         """Return the values of a payload (float32, on its device)."""
         values = torch.empty(self.layout.numel, dtype=torch.float32, device=payload.device)

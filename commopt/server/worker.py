@@ -33,6 +33,11 @@ _MOST_CHANGES = 3  # of parameters between backwards, without a step of an optim
 _attached: WeakKeyDictionary[nn.Module, Worker] = WeakKeyDictionary()  # a model keeps its worker
 
 
+def worker_of(module: nn.Module) -> Worker | None:
+    """Return the worker that `attach` made of a plain module, or of the module in a DDP model; None for none."""
+    return _attached.get(module)
+
+
 class Worker:
     """A worker of a parameter server, as `commopt.attach(model, ParameterServer(...))` returns it.
 
@@ -42,6 +47,7 @@ class Worker:
     staleness: number of rounds that had closed between this worker's last pull and its last delta.
     refused: number of deltas that were too late. They are sent again with the next delta.
     round: round of the parameters it has.
+    done: sum of the weights of its deltas that counted: its part of `Server.done`.
     """
 
     def __init__(self, settings: ParameterServer, model: nn.Module) -> None:
@@ -54,6 +60,7 @@ class Worker:
         self.staleness = 0
         self.refused = 0
         self.round = 0
+        self.done = 0.0
         self._settings = settings
         self._module = ref(module)
         self._steps = 0
@@ -73,8 +80,8 @@ class Worker:
         buckets = self._buckets()
         self._wires = [Wire(bucket.layout, settings.compressor) for bucket in buckets]
         self._ranks = WorkerRanks(None if ddp is None else ddp.process_group, buckets[0].device)
-        self._ranks.run_on_first(lambda: self._join(buckets))
         try:
+            self._ranks.run_on_first(lambda: self._join(buckets))
             self._take_parameters(attaching=True)
         except BaseException:
             self.close()
@@ -131,7 +138,8 @@ class Worker:
     @torch.no_grad()
     def _take_parameters(self, *, attaching: bool = False) -> None:
         self._require_same_parameters()
-        self.round, self.staleness, self.refused = self._ranks.run_on_first(lambda: self._pull(attaching))
+        told = self._ranks.run_on_first(lambda: self._pull(attaching))
+        self.round, self.staleness, self.refused, self.done = told
         for bucket in self._buckets():
             self._ranks.broadcast(bucket)
 
@@ -144,6 +152,7 @@ class Worker:
         module = self._module()
         if module is not None and _attached.get(module) is self:
             del _attached[module]
+        self._ranks.close()
         if connection is not None:
             connection.close("has left")
 
@@ -203,7 +212,7 @@ class Worker:
                 )
             if self._settings.compressor is None:
                 values.sub_(self._residuals[place], alpha=decay)
-                payload, residual = values.view(torch.uint8), torch.zeros_like(full_delta)
+                payload, residual = self._wires[place].pack(values), torch.zeros_like(full_delta)
             else:
                 rng_key = RngKey(server.number, self.round, place)
                 delta = torch.sub(self._pulled[place], values, out=values)
@@ -221,8 +230,8 @@ class Worker:
         self._pushed = True
         self._steps_before = self._steps
 
-    def _pull(self, attaching: bool) -> tuple[int, int, int]:
-        """Load the server's parameters; return round, staleness and number of refused deltas."""
+    def _pull(self, attaching: bool) -> tuple[int, int, int, float]:
+        """Load the server's parameters; return round, staleness, number of refused deltas, and work that counted."""
         server, buckets = self._connected(), self._buckets()
         if not self._pull_requested:  # False also after an interrupted pull
             server.ask("pull", whole=not self._pulled)
@@ -234,7 +243,7 @@ class Worker:
 
     def _receive_parameters(
         self, server: ServerConnection, buckets: Sequence[ParameterBucket], answer: Mapping[str, Any]
-    ) -> tuple[int, int, int]:
+    ) -> tuple[int, int, int, float]:
         """Receive the parameters announced by an answer."""
         before, self._pulled = self._pulled, []
         for place, (wire, bucket) in enumerate(zip(self._wires, buckets, strict=True)):
@@ -252,6 +261,7 @@ class Worker:
                     stood = stood - self._deltas[place] + self._residuals[place] * self._settings.decay
                 bucket.put(values + (bucket.values(copy=False) - stood))
         refused = self._pushed and not answer["counted"]
+        done = self.done + (self._sent_weight if self._pushed and not refused else 0.0)
         if refused:
             _log.warning(
                 "this worker's delta came %d rounds late, was not counted, and will be sent again; raise "
@@ -266,7 +276,7 @@ class Worker:
         self._new_residuals = []
         self._pushed = False
         self._steps_before = self._steps
-        return answer["round"], answer["late"], self.refused + refused
+        return answer["round"], answer["late"], self.refused + refused, done
 
     def _connected(self) -> ServerConnection:
         if self._connection is None:
