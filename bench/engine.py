@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Emulated nodes with names of their own, node0, node1, ..., on which an engine starts ranks: Slurm, Ray."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TypeVar
+
+from commopt.cluster import EmulatedCluster
+
+ROOT = Path(__file__).parents[1]
+_FOREIGN = re.compile(r"(SLURM|SBATCH|OMPI|PMI|RAY|NCCL|GLOO|COMMOPT)_|(RANK|WORLD_SIZE|LOCAL_RANK|MASTER_ADDR)$")
+_Engine = TypeVar("_Engine", bound="Engine")
+
+
+class Engine:
+    """Context manager: an engine whose nodes are those of an emulated cluster; its files are in a temporary folder.
+
+    nodes, rate: as of EmulatedCluster.
+    """
+
+    def __init__(self, nodes: int = 2, rate: str = "none") -> None:
+        self.cluster = EmulatedCluster(nodes=nodes, ranks_per_node=1, rate=rate)
+        self._nodes = nodes
+        self._stack = ExitStack()
+        self.folder = Path()
+
+    def __enter__(self: _Engine) -> _Engine:
+        with ExitStack() as stack:
+            self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="engine-")))
+            self.folder.chmod(0o755)
+            stack.enter_context(self.cluster)
+            self._start()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _start(self) -> None:
+        """Start the engine's daemons, and return when it takes jobs."""
+        raise NotImplementedError
+
+    def _daemon(self, node: int, command: Sequence[str]) -> subprocess.Popen[bytes]:
+        """Start a program that ends with the cluster."""
+        with (self.folder / "daemons.log").open("a") as log:
+            return subprocess.Popen(
+                self._on(node, command), env=self._environment(), cwd=self.folder, stdout=log, stderr=log, stdin=-3
+            )
+
+    def _on(self, node: int, command: Sequence[str]) -> list[str]:
+        named = ["unshare", "--uts", "--mount", "bash", "-c", f'hostname node{node} && exec "$@"', "bash", *command]
+        return self.cluster._network.enter(node, named)
+
+    def _environment(self) -> dict[str, str]:
+        """Return the environment without a surrounding job's or launcher's variables, in which python is this one."""
+        kept = {name: value for name, value in os.environ.items() if not _FOREIGN.match(name)}
+        return {**kept, "PATH": self._path(), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+    def _path(self) -> str:
+        """Return a PATH on which python, torchrun and commopt are those of this environment."""
+        folder = self.folder / "bin"
+        if not folder.exists():
+            folder.mkdir()
+            modules = {"python": "", "torchrun": "-m torch.distributed.run ", "commopt": "-m commopt "}
+            for name, module in modules.items():
+                (folder / name).write_text(f'#!/bin/sh\nexec {sys.executable} {module}"$@"\n')
+                (folder / name).chmod(0o755)
+        return f"{folder}{os.pathsep}{os.environ['PATH']}"
+
+    def start(self, command: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+        """Start a command on node 0, in the temporary folder; stdout and stderr are pipes."""
+        return subprocess.Popen(
+            self._on(0, command),
+            env={**self._environment(), **(env or {})},
+            cwd=self.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def call(
+        self, command: Sequence[str], timeout_s: float = 300.0, env: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command on node 0, from the temporary folder."""
+        return subprocess.run(
+            self._on(0, command),
+            env={**self._environment(), **(env or {})},
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
