@@ -1,19 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Emulated nodes with names of their own, node0, node1, ..., on which an engine starts ranks: Slurm, Ray."""
+"""Emulated nodes with names of their own, node0, node1, ..., on which an engine starts ranks: Slurm, Ray.
+
+And what the programs of both, bench.slurm and bench.ray, have in common: options, results and their table.
+"""
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from bench.document import table
+from bench.environment import machine
+from bench.output import read_lines, write_results, written_by
 from commopt.cluster import EmulatedCluster
+from commopt.command_line import CommandParser, content_of, output_file
 
 ROOT = Path(__file__).parents[1]
 _FOREIGN = re.compile(r"(SLURM|SBATCH|OMPI|PMI|RAY|NCCL|GLOO|COMMOPT)_|(RANK|WORLD_SIZE|LOCAL_RANK|MASTER_ADDR)$")
@@ -99,3 +108,46 @@ class Engine:
             timeout=timeout_s,
             check=False,
         )
+
+
+# ----------------------------------------------------------------------------- stock DDP beside a strategy
+
+
+def command_line(program: str, document: str) -> CommandParser:
+    """Return what reads the options of a program that trains with stock DDP and with a strategy."""
+    parser = CommandParser(prog=f"python -m {program}", description=document.partition("\n")[0])
+    parser.add_argument("--rate", default="200mbit", help="of each node's link (default 200mbit)")
+    parser.add_argument("--strategy", default="hierarchical_quantized:bits=4", metavar="NAME[:OPTION=VALUE...]")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--json", type=output_file, metavar="FILE", help="write JSON lines: environment, then each row")
+    what.add_argument("--report", type=content_of(_reader(program)), metavar="FILE", help="show such a file")
+    return parser
+
+
+def _reader(program: str) -> Callable[[Path], tuple[dict[str, Any], list[dict[str, Any]]]]:
+    def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        with written_by(f"{program} --json", path):
+            header, rows = read_lines(path, "row")
+            markdown(header, rows)
+            return header, rows
+
+    return read
+
+
+def finish(program: str, engine: str, options: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write what was found where the options say, and print it."""
+    command = shlex.join(["python", "-m", program, *sys.argv[1:]])
+    header = {"kind": "engine", **machine(), "engine": engine, "rate": options.rate, "command": command}
+    if options.json:
+        write_results(options.json, header, "row", rows)
+    print(markdown(header, rows))
+
+
+def markdown(header: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table with a row for each average, and below it where it was made."""
+    figures = [[row["average"], f"{row['step_ms']:.0f}", f"{row['loss']:.3f}"] for row in rows]
+    caption = (
+        f"{header['engine']}: {rows[0]['ranks']} ranks on 2 nodes at {header['rate']}, "
+        f"on {header['cpu_count']} processors for all."
+    )
+    return f"{table(['average', 'ms per step', 'loss'], figures)}\n\n{caption}"

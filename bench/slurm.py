@@ -9,8 +9,8 @@ temporary folder. It needs root and Slurm (apt-get install slurm-wlm munge); the
 
 from __future__ import annotations
 
-import argparse
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -18,11 +18,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.engine import ROOT, Engine
+from bench.engine import ROOT, Engine, command_line, finish, markdown
 from commopt.cluster import ClusterUnavailableError, EmulatedCluster
-from commopt.command_line import CommandParser, refuse
+from commopt.command_line import refuse
 from commopt.errors import ConfigurationError
 
+PROGRAM = "bench.slurm"
 JOBS = ROOT / "examples" / "launch"
 _DAEMONS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol")
 _START_S = 60.0
@@ -111,25 +112,36 @@ class EmulatedSlurm(Engine):
         return done.returncode, output.read_text() + done.stderr
 
 
+def found_in(said: str) -> dict[str, float]:
+    """Return what examples/launch/train.py has printed at its end."""
+    ((ranks, loss, step_ms),) = re.findall(r"^(\d+) ranks: loss ([\d.]+), (\d+) ms per step$", said, re.M)
+    return {"ranks": int(ranks), "loss": float(loss), "step_ms": float(step_ms)}
+
+
 def main() -> int:
-    """Train with stock DDP and with the strategy, and print both reports."""
-    parser = CommandParser(prog="bench.slurm", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rate", default="200mbit", help="of each node's link (default 200mbit)")
-    parser.add_argument("--strategy", default="hierarchical_quantized:bits=4", metavar="NAME[:OPTION=VALUE...]")
+    """Train with stock DDP and with the strategy, and report; return the exit status."""
+    parser = command_line(PROGRAM, __doc__ or "")
     parser.add_argument("--job", choices=["torchrun", "srun"], default="torchrun", help="who starts the ranks")
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     options = parser.parse_args()
+    if options.report:
+        print(markdown(*options.report))
+        return 0
     missing = EmulatedSlurm.missing()
     if missing is not None:
-        return refuse("bench.slurm", ConfigurationError(missing))
-    job, script = JOBS / f"slurm_{options.job}.sh", str(ROOT / "examples" / "launch" / "train.py")
+        return refuse(PROGRAM, ConfigurationError(missing))
+    job, script = JOBS / f"slurm_{options.job}.sh", str(JOBS / "train.py")
     sizes = ["--nodes=2", f"--ntasks-per-node={1 if options.job == 'torchrun' else 2}"]
+    chosen = ["-m", "commopt", "run", "--strategy", options.strategy, "--report"]
+    rows = []
     with EmulatedSlurm(rate=options.rate) as slurm:
-        for words in ([], ["-m", "commopt", "run", "--strategy", options.strategy, "--report"]):
+        for name, words in (("stock DDP", []), (options.strategy, chosen)):
             status, said = slurm.batch(sizes, job, *words, script, RANKS_PER_NODE="2")
-            print(f"--- {' '.join([*words, 'train.py'])}", said, sep="\n", flush=True)
+            print(f"--- sbatch {' '.join([*sizes, job.name, *words, 'train.py'])}", said, sep="\n", file=sys.stderr)
             if status:
                 return status
+            rows.append({"average": name, **found_in(said)})
+        version = slurm.call(["sinfo", "--version"]).stdout.strip().title()
+    finish(PROGRAM, f"{version}, {options.job}", options, rows)
     return 0
 
 
