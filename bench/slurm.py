@@ -140,8 +140,8 @@ def main() -> int:
             if status:
                 return status
             rows.append({"average": name, **found_in(said)})
-        version = slurm.call(["sinfo", "--version"]).stdout.strip().title()
-    finish(PROGRAM, f"{version}, {options.job}", options, rows)
+        version = slurm.call(["sinfo", "--version"]).stdout.split()[-1]
+    finish(PROGRAM, f"Slurm {version} and {options.job}", options, rows)
     return 0
 
 
