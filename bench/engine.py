@@ -59,7 +59,10 @@ class Engine:
 
     def _daemon(self, node: int, command: Sequence[str]) -> subprocess.Popen[bytes]:
         """Start a program that ends with the cluster."""
-        with (self.folder / "daemons.log").open("a") as log:
+        return self._begin(node, command, self.folder / "daemons.log")
+
+    def _begin(self, node: int, command: Sequence[str], output: Path) -> subprocess.Popen[bytes]:
+        with output.open("a") as log:
             return subprocess.Popen(
                 self._on(node, command), env=self._environment(), cwd=self.folder, stdout=log, stderr=log, stdin=-3
             )
@@ -84,16 +87,9 @@ class Engine:
                 (folder / name).chmod(0o755)
         return f"{folder}{os.pathsep}{os.environ['PATH']}"
 
-    def start(self, command: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
-        """Start a command on node 0, in the temporary folder; stdout and stderr are pipes."""
-        return subprocess.Popen(
-            self._on(0, command),
-            env={**self._environment(), **(env or {})},
-            cwd=self.folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    def start(self, command: Sequence[str], output: Path) -> subprocess.Popen[bytes]:
+        """Start a command on node 0, in the temporary folder; what it says goes to a file."""
+        return self._begin(0, command, output)
 
     def call(
         self, command: Sequence[str], timeout_s: float = 300.0, env: Mapping[str, str] | None = None

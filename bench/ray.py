@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from bench.engine import ROOT, Engine, command_line, finish, markdown
@@ -54,7 +55,7 @@ class EmulatedRay(Engine):
     def _start(self) -> None:
         for node in range(self._nodes):
             self.join(node)
-            self._wait_for(node + 1)
+            self.wait_for(node + 1)
 
     def join(self, node: int) -> None:
         """Let a node become one of Ray's."""
@@ -77,12 +78,15 @@ class EmulatedRay(Engine):
         self.cluster.mend(node)
         self.join(node)
 
-    def _wait_for(self, nodes: int) -> None:
+    def wait_for(self, nodes: int) -> None:
+        """Wait until Ray counts so many nodes."""
         deadline = time.monotonic() + _START_S
         while f"alive {nodes}\n" not in (done := self.call(["python", "-c", _ALIVE])).stdout:
             if time.monotonic() > deadline:
                 log = (self.folder / "daemons.log").read_text()[-2000:]
-                raise ClusterUnavailableError(f"Ray did not start within {_START_S:g} s: {log}{done.stderr[-2000:]}")
+                raise ClusterUnavailableError(
+                    f"Ray did not count {nodes} nodes within {_START_S:g} s: {log}{done.stderr[-2000:]}"
+                )
 
     def _environment(self) -> dict[str, str]:
         quick = {"period_ms": "1000", "timeout_ms": "2000", "failure_threshold": "3"}  # a lost node is noticed in 5 s
@@ -96,9 +100,9 @@ class EmulatedRay(Engine):
             "GLOO_SOCKET_IFNAME": "eth0",
         }
 
-    def train(self, *options: str) -> list[str]:
-        """Return the command that runs the example."""
-        return ["python", str(EXAMPLE), "--storage", str(self.folder), *options]
+    def train(self, *options: str, script: Path = EXAMPLE) -> list[str]:
+        """Return the command that runs the example, or a script with the same options."""
+        return ["python", str(script), "--storage", str(self.folder), *options]
 
 
 def last_metrics(lines: Sequence[str]) -> dict[str, Any]:

@@ -39,7 +39,9 @@ def train_worker(config: dict[str, Any]) -> None:
     rank, device = dist.get_rank(), get_device()
     model = prepare_model(build_model())  # DDP
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    comm = None if config["stock"] else commopt.attach(model, config["strategy"])  # <- after prepare_model
+    comm = None
+    if not config["stock"]:
+        comm = commopt.attach(model, config["strategy"])  # <- after prepare_model
     first = restore(model, optimizer, comm)
     started, timed = time.monotonic(), 0
     for step in range(first, config["steps"]):
@@ -82,7 +84,9 @@ def save(
     metrics: dict[str, Any],
 ) -> None:
     """Report the metrics with a checkpoint of all workers' residuals, which the first worker writes."""
-    residuals = None if comm is None else commopt.Gathered(comm).state_dict()  # on every worker
+    residuals = None
+    if comm is not None:
+        residuals = commopt.Gathered(comm).state_dict()  # on every worker
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = None
         if dist.get_rank() == 0:

@@ -245,16 +245,18 @@ def test_a_preempted_job_of_submitit_ends_with_the_same_bits(slurm: EmulatedSlur
     training = Stopping(slurm, "submitit")
     sizes = ["--nodes", "2", "--ranks-per-node", "2", "--gpus-per-node", "0"]
     script = [str(JOBS / "submitit_job.py"), "--folder", str(training.folder), *RESUMING]
-    submitting = slurm.start(["python", *script, *sizes])
+    output = slurm.folder / "submitit.out"
+    submitting = slurm.start(["python", *script, *sizes], output)
     try:
-        assert submitting.stdout is not None
-        job = submitting.stdout.readline().removeprefix("job ").strip()
+        wait_until(lambda: re.search(r"^job (\d+)$", output.read_text(), re.M) is not None)
+        (job,) = re.findall(r"^job (\d+)$", output.read_text(), re.M)
         training.stop(job, by="preemption")
-        said, complaints = submitting.communicate(timeout=limit(300))
+        submitting.wait(limit(300))
     finally:
         submitting.kill()
+    said = output.read_text()
     bits = re.findall(r"^rank (\d): bits (\w+)$", said, re.M)  # submitit's warnings are between them
-    assert bits == [(str(rank), undisturbed) for rank in range(4)], complaints
+    assert bits == [(str(rank), undisturbed) for rank in range(4)], said
     logs = "".join(each.read_text() for each in training.folder.glob(f"{job}/*_0_log.out"))
     first, again = (int(step) for step in re.findall(r"^from step (\d+)$", logs, re.M))
     assert first == 0
