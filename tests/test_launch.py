@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -69,6 +70,40 @@ def test_the_file_of_skypilot_starts_torchrun_with_this_node_and_the_first_addre
     )
     assert task["num_nodes"] == 4
     assert task["resources"]["accelerators"].endswith(f":{told['NUM_GPUS_PER_NODE']}")
+
+
+SKYPILOT = Path(sys.prefix, "skypilot")  # in a folder of its own: its requirements contradict those of Transformers
+VALIDATING = """
+import json, sys
+from jsonschema import ValidationError, validate
+from sky.utils.schemas import get_task_schema
+for line in sys.stdin:
+    try:
+        validate(json.loads(line), get_task_schema())
+    except ValidationError as error:
+        print(error.message)
+    else:
+        print("valid")
+"""
+
+
+@pytest.mark.skipif(not SKYPILOT.exists(), reason=f"needs pip install --target {SKYPILOT} skypilot")
+def test_the_schema_of_skypilot_accepts_its_file(tmp_path: Path) -> None:
+    yaml = pytest.importorskip("yaml", reason="needs pip install pyyaml")
+    task = yaml.safe_load((JOBS / "skypilot.yaml").read_text())
+    tasks = [task, {**task, "num_node": 4}, {**task, "num_nodes": "four"}]
+    done = subprocess.run(
+        [sys.executable, "-c", VALIDATING],
+        input="\n".join(map(json.dumps, tasks)),
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(SKYPILOT), "HOME": str(tmp_path)},
+        check=True,
+    )
+    valid, unknown, text = done.stdout.splitlines()
+    assert valid == "valid"
+    assert "'num_node' was unexpected" in unknown
+    assert "'four' is not of type 'integer'" in text
 
 
 @pytest.fixture(scope="module")
