@@ -30,7 +30,7 @@ import commopt
 
 def build_model() -> nn.Module:
     """Return an MLP: float32 [batch, 256] in, logits [batch, 10] out, 1.3 million parameters."""
-    return nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
+    return nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 1024), nn.GELU(), nn.Linear(1024, 10))
 
 
 def train_worker(config: dict[str, Any]) -> None:

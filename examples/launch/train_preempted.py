@@ -33,7 +33,7 @@ def train(folder: Path, strategy: str, steps: int, every: int, pause_s: float = 
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     torch.manual_seed(0)
-    layers = (nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+    layers = (nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 10))
     model = DistributedDataParallel(nn.Sequential(*layers).to(device))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     comm = commopt.attach(model, strategy)
