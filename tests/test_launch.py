@@ -231,8 +231,9 @@ class Stopping:
 
     def ended(self, job: str) -> tuple[list[int], str]:
         """Wait for the end; return the steps that it began with, and the digest of the parameters."""
-        wait_until(partial(is_in_state, self._slurm, job, "COMPLETED"))
+        wait_until(partial(is_in_state, self._slurm, job, "COMPLETED", "FAILED"))
         said = (self.folder / "job.out").read_text()
+        assert is_in_state(self._slurm, job, "COMPLETED"), said
         (bits,) = re.findall(r"^bits (\w{64})$", said, re.M)
         return [int(step) for step in re.findall(r"^from step (\d+)$", said, re.M)], bits
 
@@ -298,8 +299,9 @@ def test_a_preempted_job_of_submitit_ends_with_the_same_bits(slurm: EmulatedSlur
     assert again in {10, 20, 30, 40, 50}
 
 
-def is_in_state(slurm: EmulatedSlurm, job: str, state: str) -> bool:
-    return f"JobState={state}" in slurm.call(["scontrol", "show", "job", job]).stdout
+def is_in_state(slurm: EmulatedSlurm, job: str, *states: str) -> bool:
+    said = slurm.call(["scontrol", "show", "job", job]).stdout
+    return any(f"JobState={state}" in said for state in states)
 
 
 def wait_for(file: Path) -> None:
