@@ -25,7 +25,7 @@ test: $(VENV)/.dev  ## what takes minutes: a test of every promise, and of each 
 test-gate: $(VENV)/.integrations  ## what the gate runs after `make test`: slow tests that hold a promise of the README
 	$(TESTS) -m gate -n $(shell nproc)
 
-test-all: test $(VENV)/.integrations $(VENV)/.engines  ## every test: those of `make test`, then the others
+test-all: test $(VENV)/.integrations $(VENV)/.engines $(VENV)/skypilot  ## every test: those of `make test`, then the others
 	$(TESTS) -m slow -n $(shell nproc)
 
 mutants: $(VENV)/.dev  ## seed faults, one at a time, and see which test of the gate finds each; about half an hour
@@ -87,3 +87,7 @@ EXTRA := import sys, tomllib; print(*tomllib.load(sys.stdin.buffer)["project"]["
 $(VENV)/.integrations $(VENV)/.engines: $(VENV)/.%: $(VENV)/.dev
 	$(BIN)/python -m pip install --quiet $$($(BIN)/python -c '$(EXTRA)' $* < pyproject.toml)
 	touch $@
+
+# A test reads its schema. It has a folder of its own, as its requirements contradict those of Transformers.
+$(VENV)/skypilot: $(VENV)/.dev
+	$(BIN)/python -m pip install --quiet --upgrade --target $@ skypilot

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -69,6 +70,40 @@ def test_the_file_of_skypilot_starts_torchrun_with_this_node_and_the_first_addre
     )
     assert task["num_nodes"] == 4
     assert task["resources"]["accelerators"].endswith(f":{told['NUM_GPUS_PER_NODE']}")
+
+
+SKYPILOT = Path(sys.prefix, "skypilot")  # in a folder of its own: its requirements contradict those of Transformers
+VALIDATING = """
+import json, sys
+from jsonschema import ValidationError, validate
+from sky.utils.schemas import get_task_schema
+for line in sys.stdin:
+    try:
+        validate(json.loads(line), get_task_schema())
+    except ValidationError as error:
+        print(error.message)
+    else:
+        print("valid")
+"""
+
+
+@pytest.mark.skipif(not SKYPILOT.exists(), reason=f"needs pip install --target {SKYPILOT} skypilot")
+def test_the_schema_of_skypilot_accepts_its_file(tmp_path: Path) -> None:
+    yaml = pytest.importorskip("yaml", reason="needs pip install pyyaml")
+    task = yaml.safe_load((JOBS / "skypilot.yaml").read_text())
+    tasks = [task, {**task, "num_node": 4}, {**task, "num_nodes": "four"}]
+    done = subprocess.run(
+        [sys.executable, "-c", VALIDATING],
+        input="\n".join(map(json.dumps, tasks)),
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(SKYPILOT), "HOME": str(tmp_path)},
+        check=True,
+    )
+    valid, unknown, text = done.stdout.splitlines()
+    assert valid == "valid"
+    assert "'num_node' was unexpected" in unknown
+    assert "'four' is not of type 'integer'" in text
 
 
 @pytest.fixture(scope="module")
@@ -163,73 +198,110 @@ def test_a_death_is_told_on_every_rank(slurm: EmulatedSlurm) -> None:
     assert told == {"0", "1", "2"}, done.stderr
 
 
-RESUMING = """
-import hashlib, os, sys, time, torch, torch.distributed as dist
-from pathlib import Path
-from torch.nn.parallel import DistributedDataParallel as DDP
-import commopt
-commopt.take_ranks()
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-torch.manual_seed(0)
-ddp = DDP(torch.nn.Linear(64, 64))
-optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
-comm = commopt.attach(ddp, "hierarchical_quantized", bits=2)
-file, first = Path(sys.argv[1], f"rank{rank}.pt"), 0
-if file.exists():
-    saved = torch.load(file, weights_only=True)
-    ddp.module.load_state_dict(saved["model"])
-    optimizer.load_state_dict(saved["optimizer"])
-    comm.load_state_dict(saved["comm"])
-    first = saved["step"]
-for step in range(first, 60):
-    torch.manual_seed(4 * step + rank)
-    optimizer.zero_grad()
-    ddp(torch.randn(8, 64)).square().mean().backward()
-    optimizer.step()
-    time.sleep(float(sys.argv[2]))
-    if step % 10 == 9:
-        saved = {"model": ddp.module.state_dict(), "optimizer": optimizer.state_dict(), "comm": comm.state_dict()}
-        torch.save({**saved, "step": step + 1}, file.with_suffix(".new"))
-        dist.barrier()  # all ranks have written this step, or all resume from the one before
-        file.with_suffix(".new").replace(file)
-bits = hashlib.sha256(ddp.module.weight.detach().numpy().tobytes()).hexdigest()
-Path(sys.argv[1], f"ended{rank}").write_text(f"{first} {bits}")
-dist.barrier()
-dist.destroy_process_group()
-"""
+RESUMING = ["--steps", "60", "--every", "10", "--pause", "0.2"]
+
+
+class Stopping:
+    """A training of four ranks, in a folder of its own, that is stopped once it has a checkpoint."""
+
+    def __init__(self, slurm: EmulatedSlurm, name: str) -> None:
+        self._slurm = slurm
+        self.folder = slurm.folder / name
+        self.folder.mkdir()
+
+    def submit(self, pause_s: str) -> str:
+        """Submit the job file; return the job's number."""
+        sizes = ["--nodes=2", "--ntasks-per-node=2", f"--output={self.folder}/job.out"]
+        script = [str(JOBS / "train_preempted.py"), "--folder", str(self.folder), *RESUMING, "--pause", pause_s]
+        done = self._slurm.call(["sbatch", "--parsable", *sizes, str(JOBS / "slurm_preempted.sh"), *script])
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def stop(self, job: str, by: str) -> None:
+        """Stop the job, wait until Slurm has queued it again, and let it start at once."""
+        wait_for(self.folder / "training.pt")
+        if by == "requeue":
+            assert self._slurm.call(["scontrol", "requeue", job]).returncode == 0
+        else:
+            urgent = ["srun", "--partition=urgent", "--nodes=2", "--exclusive", "hostname"]
+            done = self._slurm.call(urgent)
+            assert sorted(done.stdout.split()) == ["node0", "node1"], done.stderr
+        wait_until(partial(is_in_state, self._slurm, job, "PENDING"))
+        self._slurm.call(["scontrol", "update", f"JobId={job}", "StartTime=now"])  # Slurm would wait for two minutes
+
+    def ended(self, job: str) -> tuple[list[int], str]:
+        """Wait for the end; return the steps that it began with, and the digest of the parameters."""
+        wait_until(partial(is_in_state, self._slurm, job, "COMPLETED", "FAILED"))
+        said = (self.folder / "job.out").read_text()
+        assert is_in_state(self._slurm, job, "COMPLETED"), said
+        (bits,) = re.findall(r"^bits (\w{64})$", said, re.M)
+        return [int(step) for step in re.findall(r"^from step (\d+)$", said, re.M)], bits
+
+
+@pytest.fixture(scope="module")
+def undisturbed(slurm: EmulatedSlurm) -> str:
+    """Return the digest of a training that nobody stopped."""
+    training = Stopping(slurm, "undisturbed")
+    firsts, bits = training.ended(training.submit(pause_s="0"))
+    assert firsts == [0]
+    return bits
 
 
 @pytest.mark.slow
 @pytest.mark.cluster
-def test_a_requeued_job_ends_with_the_same_bits(slurm: EmulatedSlurm) -> None:
-    script, sizes = slurm.folder / "resuming.py", ["--nodes=2", "--ntasks-per-node=2"]
-    script.write_text(RESUMING)
-    ended: dict[str, list[str]] = {}
-    for name, pause_s in (("undisturbed", "0"), ("requeued", "0.2")):
-        folder = slurm.folder / name
-        folder.mkdir()
-        command = ["sbatch", "--parsable", "--requeue", f"--output={folder}/job.out", *sizes]
-        submitted = slurm.call([*command, str(JOBS / "slurm_srun.sh"), str(script), str(folder), pause_s])
-        job = submitted.stdout.strip()
-        if name == "requeued":
-            wait_for(folder / "rank3.pt")
-            assert slurm.call(["scontrol", "requeue", job]).returncode == 0
-            wait_until(partial(is_in_state, slurm, job, "PENDING"))
-            slurm.call(["scontrol", "update", f"JobId={job}", "StartTime=now"])  # Slurm would wait for two minutes
-        for rank in range(4):
-            wait_for(folder / f"ended{rank}")
-        wait_until(partial(is_in_state, slurm, job, "COMPLETED"))
-        ended[name] = [(folder / f"ended{rank}").read_text() for rank in range(4)]
-    firsts = {name: {int(each.split()[0]) for each in texts} for name, texts in ended.items()}
-    assert firsts["undisturbed"] == {0}
-    assert len(firsts["requeued"]) == 1
-    assert firsts["requeued"] <= {10, 20, 30, 40, 50}  # it did not begin anew
-    assert len({each.split()[1] for texts in ended.values() for each in texts}) == 1
+def test_a_requeued_job_ends_with_the_same_bits(slurm: EmulatedSlurm, undisturbed: str) -> None:
+    training = Stopping(slurm, "requeued")
+    job = training.submit(pause_s="0.2")
+    training.stop(job, by="requeue")
+    (first, again), bits = training.ended(job)
+    assert first == 0
+    assert again in {10, 20, 30, 40, 50}  # it did not begin anew
+    assert bits == undisturbed
 
 
-def is_in_state(slurm: EmulatedSlurm, job: str, state: str) -> bool:
-    return f"JobState={state}" in slurm.call(["scontrol", "show", "job", job]).stdout
+@pytest.mark.slow
+@pytest.mark.cluster
+def test_a_preempted_job_saves_when_it_is_told_and_ends_with_the_same_bits(
+    slurm: EmulatedSlurm, undisturbed: str
+) -> None:
+    """A job of more priority takes its nodes, and Slurm sends the signal of the job file."""
+    training = Stopping(slurm, "preempted")
+    job = training.submit(pause_s="0.2")
+    training.stop(job, by="preemption")
+    firsts, bits = training.ended(job)
+    (saved,) = re.findall(r"^told to stop, saved step (\d+)$", (training.folder / "job.out").read_text(), re.M)
+    assert firsts == [0, int(saved)]  # not a step is lost
+    assert bits == undisturbed
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+def test_a_preempted_job_of_submitit_ends_with_the_same_bits(slurm: EmulatedSlurm, undisturbed: str) -> None:
+    pytest.importorskip("submitit", reason="needs pip install submitit")
+    training = Stopping(slurm, "submitit")
+    sizes = ["--nodes", "2", "--ranks-per-node", "2", "--gpus-per-node", "0"]
+    script = [str(JOBS / "submitit_job.py"), "--folder", str(training.folder), *RESUMING]
+    output = slurm.folder / "submitit.out"
+    submitting = slurm.start(["python", *script, *sizes], output)
+    try:
+        wait_until(lambda: re.search(r"^job (\d+)$", output.read_text(), re.M) is not None)
+        (job,) = re.findall(r"^job (\d+)$", output.read_text(), re.M)
+        training.stop(job, by="preemption")
+        submitting.wait(limit(300))
+    finally:
+        submitting.kill()
+    said = output.read_text()
+    bits = re.findall(r"^rank (\d): bits (\w+)$", said, re.M)  # submitit's warnings are between them
+    assert bits == [(str(rank), undisturbed) for rank in range(4)], said
+    logs = "".join(each.read_text() for each in training.folder.glob(f"{job}/*_0_log.out"))
+    first, again = (int(step) for step in re.findall(r"^from step (\d+)$", logs, re.M))
+    assert first == 0
+    assert again in {10, 20, 30, 40, 50}
+
+
+def is_in_state(slurm: EmulatedSlurm, job: str, *states: str) -> bool:
+    said = slurm.call(["scontrol", "show", "job", job]).stdout
+    return any(f"JobState={state}" in said for state in states)
 
 
 def wait_for(file: Path) -> None:

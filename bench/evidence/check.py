@@ -34,6 +34,14 @@ MEASURES: Mapping[str, Sequence[str]] = {
     "compat": ("commopt",),
     "compression_error": ("commopt/compress", "commopt/kernels", "bench/evidence/compression_error.py"),
     "compressors": (*_AVERAGING, "bench/compressors"),
+    "engine": (
+        *_AVERAGING,
+        "bench/engine.py",
+        "bench/slurm.py",
+        "bench/ray.py",
+        "examples/launch",
+        "examples/train_ray.py",
+    ),
     "exposed": (*_AVERAGING, "bench/gpu"),
     "convergence": _CONVERGENCE,
     "exact_weights": (

@@ -5,5 +5,5 @@
 #SBATCH --ntasks-per-node=1
 export NCCL_SOCKET_IFNAME=eth0 GLOO_SOCKET_IFNAME=eth0
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-srun torchrun --nnodes "$SLURM_NNODES" --nproc-per-node "${RANKS_PER_NODE:-$SLURM_GPUS_ON_NODE}" \
-    --rdzv-backend c10d --rdzv-endpoint "$head:29500" --rdzv-id "$SLURM_JOB_ID" "$@"
+srun --kill-on-bad-exit=1 torchrun --nnodes "$SLURM_NNODES" \
+    --nproc-per-node "${RANKS_PER_NODE:-$SLURM_GPUS_ON_NODE}" --rdzv-backend c10d --rdzv-endpoint "$head:29500" --rdzv-id "$SLURM_JOB_ID" "$@"
