@@ -79,11 +79,22 @@ def test_factors_are_limited(factor: float, taken: float, sizes: list[int]) -> N
 
 def test_what_slows_one_strategy_slows_those_not_seen() -> None:
     costs = calibrated("flat", "tree")
+    costs = costs.learned(*observed("flat", 2.0))
+    assert costs.correction("tree") == pytest.approx((2.0, 0.0), abs=1e-6)
     costs = costs.learned(*observed("flat", 2.0, 300.0))
-    assert costs.correction("tree") == pytest.approx((2.0, 300.0))
     costs = costs.learned(*observed("tree", 1.0))  # that was a guess; that it was wrong is no news of flat
     assert costs.correction("tree") == pytest.approx((1.0, 0.0), abs=1e-6)
     assert costs.correction("flat") == pytest.approx((2.0, 300.0))
+
+
+def test_what_every_message_seems_to_wait_for_is_not_charged_to_those_of_others() -> None:
+    """As when the first message of a step was late on one rank: all together took what they should."""
+    price = PriceTable((0, 1_000_000), (0.0, 1_000_000.0))
+    costs = Costs({"flat": price, "short": PriceTable((0, 1_000_000), (0.0, 50_000.0))})
+    costs = costs.learned("flat", [80_000, 1_100_000], [Estimate(230_000.0), Estimate(1_000_000.0)])
+    _, overhead_us = costs.correction("flat")
+    assert overhead_us > 100_000, "one step does not tell it from an overhead"
+    assert costs.lane_us(1_000_000, "short") == pytest.approx(50_000, rel=0.1)
 
 
 def test_messages_that_cost_nothing_teach_nothing() -> None:

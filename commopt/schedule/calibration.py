@@ -18,22 +18,28 @@ from commopt.feedback import Layout, ResidualStore
 from commopt.groups import Team, TeamShape
 
 _FIRST_NBYTES = 4 * 1024
+HURRIED_NBYTES = 256 * 1024
+"""The first sample where time is short: shorter ones do not show what a message costs that is much longer."""
 _GROWTH = 4
 LARGEST_NBYTES = 128 * 1024**2  # bandwidth is reached, and a few buffers of it fit beside any training
 _FEWEST_CALLS, _MOST_CALLS = 3, 100
 _LONG_ENOUGH_US = 30_000.0  # buffers on the way swallow short messages; only a longer run sees past them
+_HURRIED_US = 10_000.0
 _LEAST_LAYOUTS = 3  # two points make a line, and a third says whether it is one
 _UNKNOWN_NUMEL = 2**22  # stands for a model whose parameters are not known yet
 
 Points = list[tuple[int, float]]  # bytes, microseconds
 
 
-def samples_of(layout: Layout, itemsize: int) -> list[Layout]:
-    """Return the first 4 KiB, 16 KiB, ... of `layout`, and all of it up to 128 MiB: real shapes of several lengths."""
+def samples_of(layout: Layout, itemsize: int, first_nbytes: int = _FIRST_NBYTES) -> list[Layout]:
+    """Return the first 4 KiB, 16 KiB, ... of `layout`, and all of it up to 128 MiB: real shapes of several lengths.
+
+    first_nbytes: of the shortest.
+    """
     layout = layout.cut(0, min(layout.numel, LARGEST_NBYTES // itemsize))
     ends = list(accumulate(piece.numel for piece in layout.pieces))
     samples: list[Layout] = []
-    nbytes = _FIRST_NBYTES
+    nbytes = first_nbytes
     while 2 * nbytes <= layout.numel * itemsize:
         whole = next(number for number, end in enumerate(ends) if end * itemsize >= nbytes)
         # A large first parameter is cut, or there would be no small sample.
@@ -44,27 +50,36 @@ def samples_of(layout: Layout, itemsize: int) -> list[Layout]:
 
 
 def calibrate(
-    aggregators: Mapping[str, Aggregator], samples: Sequence[Layout], dtype: torch.dtype, team: Team, budget_s: float
+    aggregators: Mapping[str, Aggregator],
+    samples: Sequence[Layout],
+    dtype: torch.dtype,
+    team: Team,
+    budget_s: float,
+    *,
+    hurried: bool = False,
 ) -> dict[str, Points]:
     """Return, by name, the time of an all_reduce of each sample on the slowest rank, in microseconds.
 
     Runs on the lane, collectively. Stops before samples that would exceed the budget, which is shared evenly; the
     smallest always run. Ranks decide by the same times, so that they stop alike.
+
+    hurried: two samples are enough, and a second call of a long one.
     """
     points: dict[str, Points] = {}
+    fewest, least, enough_us = (1, 2, _HURRIED_US) if hurried else (_FEWEST_CALLS, _LEAST_LAYOUTS, _LONG_ENOUGH_US)
     for name, aggregator in aggregators.items():
         left_us = budget_s * 1e6 / len(aggregators)
         points[name] = []
         for place, layout in enumerate(samples):
             nbytes = layout.numel * dtype.itemsize
             expected_us = points[name][-1][1] * nbytes / points[name][-1][0] if points[name] else 0.0
-            if place >= _LEAST_LAYOUTS and expected_us * (1 + _FEWEST_CALLS) > left_us:
+            if place >= least and expected_us * (1 + fewest) > left_us:
                 break
             mean_us = _sender(aggregator, layout, dtype, team)
             if team.default_device.type == "cuda":
                 mean_us(1)  # the first collective of a level takes NCCL longer than any budget
             once_us = mean_us(1)
-            calls = min(_MOST_CALLS, max(_FEWEST_CALLS, ceil(_LONG_ENOUGH_US / once_us)))
+            calls = min(_MOST_CALLS, max(fewest, ceil(enough_us / once_us)))
             points[name].append((nbytes, mean_us(calls)))
             left_us -= once_us + calls * points[name][-1][1]
             del mean_us  # before the next one takes memory

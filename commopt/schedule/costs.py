@@ -29,19 +29,24 @@ class Costs:
 
     Live steps correct both. A busy machine slows transfers down, and it lets every message wait, for a thread to wake
     up and for the rank that comes last, whatever its size. Earlier measurements, in which messages had other sizes,
-    help to tell the two apart; each counts half as much as the one after it. A strategy without measurements shares the
-    correction that was learned last, since whatever slows one message slows the others. That guess gives way to a
-    measurement.
+    help to tell the two apart; each counts half as much as the one after it.
+
+    A strategy without measurements shares what was learned last, since whatever slows one message slows the others: by
+    how much all messages together took longer than their prices. What looks like an overhead may be a message that
+    backward slows down, or a rank that came late, and shorter messages would not wait as long. That guess gives way to
+    a measurement.
 
     prices: by strategy, as they were calibrated.
     overhead_us: of each message, before anything was learned.
     corrections: factor and overhead by strategy, as learned; the last one last.
+    shared: the factor for strategies without one of their own.
     seen: by strategy the measurements behind them, the newest first: rows of price and time.
     """
 
     prices: Mapping[str, PriceTable]
     overhead_us: float = 0.0
     corrections: dict[str, tuple[float, float]] = field(default_factory=dict)
+    shared: float = 1.0
     seen: Mapping[str, tuple[Floats, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -70,8 +75,7 @@ class Costs:
 
     def correction(self, strategy: str) -> tuple[float, float]:
         """Return the factor on a strategy's prices, and the overhead of a message."""
-        last = next(reversed(self.corrections.values()), (1.0, self.overhead_us))
-        return self.corrections.get(strategy, last)
+        return self.corrections.get(strategy, (self.shared, self.overhead_us))
 
     def learned(self, strategy: str, nbytes: Sequence[int], lane_us: Sequence[Estimate]) -> Costs:
         """Return the costs corrected by the messages of a measurement; those without a price or a time say nothing."""
@@ -87,6 +91,7 @@ class Costs:
         return replace(
             self,
             corrections={**others, strategy: fit(seen, known_overhead_us)},
+            shared=_within_limits(_all_together(rows, self.overhead_us)),
             seen={**self.seen, strategy: seen},
         )
 
@@ -108,7 +113,17 @@ def fit(measurements: Sequence[Floats], known_overhead_us: float) -> tuple[float
             return factor, overhead_us
         known_overhead_us = min(known_overhead_us, max(overhead_us, 0.0))
     factor = _median((time - known_overhead_us) / price, weight)
-    return min(LARGEST_FACTOR, max(1 / LARGEST_FACTOR, factor)), known_overhead_us
+    return _within_limits(factor), known_overhead_us
+
+
+def _within_limits(factor: float) -> float:
+    return min(LARGEST_FACTOR, max(1 / LARGEST_FACTOR, factor))
+
+
+def _all_together(rows: Sequence[tuple[float, float]], overhead_us: float) -> float:
+    """Return what messages took, less a known overhead of each, over what they should have taken."""
+    price_us, time_us = map(sum, zip(*rows, strict=True))
+    return max(0.0, time_us - len(rows) * overhead_us) / price_us
 
 
 def _median(values: Floats, weight: Floats) -> float:

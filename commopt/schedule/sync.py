@@ -21,6 +21,7 @@ from commopt.feedback import ExactSample, Layout
 from commopt.groups import Team, broadcast_bytes
 from commopt.recording import GradientTimes, Recorder
 from commopt.schedule.calibration import (
+    HURRIED_NBYTES,
     LARGEST_NBYTES,
     Points,
     calibrate,
@@ -47,7 +48,7 @@ _log = logging.getLogger("commopt")
 
 _NOTICED_S = 3.0  # a training that stands still for so long looks like one that hangs
 _BUDGET_OF_EACH_S = 1.0
-_BUDGET_AT_A_LOOK_S = 0.25  # of each
+_BUDGET_AT_A_LOOK_S = 0.15  # of each
 _PLAIN = {repr(Flat()): "flat", repr(Hierarchical()): "hierarchical"}
 
 
@@ -255,15 +256,16 @@ class Coordinator:
         )
 
     def _time_messages(self, point: SyncPoint, aggregators: Mapping[str, Aggregator]) -> dict[str, Points]:
-        samples = samples_of(point.whole, point.dtype.itemsize)
         looks = point.window.steps < WINDOW_STEPS
+        first = (HURRIED_NBYTES,) if looks else ()
+        samples = samples_of(point.whole, point.dtype.itemsize, *first)
         budget_s = len(aggregators) * (_BUDGET_AT_A_LOOK_S if looks else _BUDGET_OF_EACH_S)
         if self.is_leader:
             # Without logging set up only warnings are seen, and nobody looks for the cause of a short wait.
             level = logging.WARNING if budget_s >= _NOTICED_S else logging.INFO
             _log.log(level, "training waits for up to %.1f s: timing messages here", budget_s)
         begun_s = perf_counter()
-        points = calibrate(aggregators, samples, point.dtype, self._team, budget_s)
+        points = calibrate(aggregators, samples, point.dtype, self._team, budget_s, hurried=looks)
         if self.is_leader:
             _log.info("timed messages here in %.1f s; training continues", perf_counter() - begun_s)
         return points
