@@ -27,6 +27,7 @@ from tests.feedback_training import (
     Training,
     Vectors,
     alike,
+    gradients,
     residual_of,
     residuals_of,
     total,
@@ -40,11 +41,19 @@ Saved = Callable[[str, str, int, bool], str]
 STEPS = 8
 
 
+def now_and_then(rank: int, step: int, dtype: torch.dtype = torch.float32) -> Vectors:
+    """Return gradients as behind a ReLU: an element is zero in most steps, and some are not touched before the last."""
+    drawn = torch.Generator().manual_seed(100 * step + rank)
+    found = gradients(rank, step, dtype)
+    return {name: values * (torch.rand(values.shape, generator=drawn) < 0.1) for name, values in found.items()}
+
+
 def start(rank: int, world_size: int, strategy: str, option: str = "") -> Training:
-    """Make a training; `option` is "scaler", or one of DDP's that is to be true."""
+    """Make a training; `option` is "scaler", "rests" for gradients that are mostly zero, or one of DDP's."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1000.0, growth_interval=3) if option == "scaler" else None
-    options = {**SMALL_BUCKETS, option: True} if option not in ("", "scaler") else SMALL_BUCKETS
-    return Training(rank, world_size, STRATEGIES[strategy], scaler=scaler, options=options)
+    options = {**SMALL_BUCKETS, option: True} if option not in ("", "scaler", "rests") else SMALL_BUCKETS
+    chosen = now_and_then if option == "rests" else gradients
+    return Training(rank, world_size, STRATEGIES[strategy], scaler=scaler, options=options, chosen=chosen)
 
 
 def save(training: Training, folder: str, gathered: bool) -> None:
@@ -117,6 +126,10 @@ def assert_same(first: list[tuple[str, dict[str, Vectors]]], second: list[tuple[
         ("late rank 2", "2", False, ""),
         ("inter rank 2", "2x2", True, ""),
         ("inter rank 1", "2+1", False, ""),
+        ("4 bits", "3", True, "rests"),
+        ("inter 2 bits", "2x2", False, "rests"),
+        ("inter onebit rms", "2+1", False, "rests"),
+        ("inter rank 2", "2x2", False, "rests"),
     ],
 )
 def test_resuming_changes_no_bit(tmp_path: Path, strategy: str, layout: str, gathered: bool, option: str) -> None:
@@ -323,7 +336,18 @@ def test_what_a_state_holds() -> None:
         assert not state["factors"]
         assert set(state) == {
             *("format", "aggregator", "steps", "nodes", "place", "members", "parameters", "buckets", "residuals"),
-            *("layouts", "placed", "factors", "plan", "tuned", "sharding", "dropped", "expected_square", "adam_steps"),
+            *(
+                "layouts",
+                "placed",
+                "untouched",
+                "factors",
+                "plan",
+                "tuned",
+                "sharding",
+                "dropped",
+                "expected_square",
+                "adam_steps",
+            ),
         }
     gathered, none = (gathered for _, gathered in results)
     assert none is None

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,6 +38,10 @@ class _MatrixMask:
     plan: MatrixPlan
     patience: int = 1
     next_step: int = 0
+
+    def state(self, copy: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        """Return what a checkpoint keeps of it."""
+        return {"elements": copy(self.indices), "patience": self.patience, "next_step": self.next_step}
 
     def keep(self, still: Tensor) -> None:
         """Leave out the others. still: bool [indices]."""
@@ -93,10 +98,14 @@ class MaskedMatrices:
         mask = store.untouched.get((context.path, plan.stacked))
         if mask is not None:
             return None if mask.empty else cls(mask, plan, matrices())
-        stacked = matrices()
-        masked = _masked_elements(plan, stacked, sums, context)
+        stacked, before = matrices(), store.untouched_before.pop((context.path, plan.stacked), None)
+        known = None if before is None else before.touched(stacked.device).to(stacked.dtype)
+        masked = _masked_elements(plan, stacked if known is None else known, sums, context)
         dtype = torch.int32 if len(masked) < 2**31 else torch.int64
         mask = _MatrixMask(masked.nonzero().view(-1).to(dtype), plan)
+        if before is not None:
+            mask.patience = max(1, before.numbers.get("patience", 1))
+            mask.next_step = before.numbers.get("next_step", 0)
         store.untouched[context.path, plan.stacked] = mask
         return None if mask.empty else cls(mask, plan, stacked)
 

@@ -7,7 +7,9 @@ elements, which it has not touched yet.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +32,10 @@ class _RowMasks:
 
     sent: ZeroMask
     received: list[ZeroMask]
+
+    def state(self, copy: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        """Return what a checkpoint keeps of them: this rank's own, which owners of shards get from it."""
+        return self.sent.state(copy)
 
     @property
     def empty(self) -> bool:
@@ -71,7 +77,8 @@ class MaskedRows:
             return None
         joined = torch.cat([values[row][begin:end] for row, region, _ in regions.by_row for begin, end in region.spans])
         if masks is None:
-            touched = values_to_send(joined, 1.0, residual) != 0
+            before = store.untouched_before.pop((context.path, regions.layout), None)
+            touched = values_to_send(joined, 1.0, residual) != 0 if before is None else before.touched(joined.device)
             masks = _RowMasks(
                 ZeroMask(~touched), [ZeroMask(~each) for each in _exchanged(regions, touched, team, store)]
             )

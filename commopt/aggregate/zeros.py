@@ -14,8 +14,9 @@ PowerSGD's matrices are in zero_matrices, the shards of FSDP2 in zero_rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,6 +55,10 @@ class ZeroMask:
     def nbytes(self) -> int:
         """Bytes of both."""
         return self.indices.nbytes + self.active.nbytes
+
+    def state(self, copy: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        """Return what a checkpoint keeps of it."""
+        return {"elements": copy(self.indices), "active": copy(self.active)}
 
     def parts(self, begin: int | None = None, end: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
         """Iterate over the masked elements from `begin` to `end`, some at a time: indices, int64, and whether active.
@@ -162,7 +167,9 @@ class MaskedRegion:
             return None
         mask = store.untouched.get((context.path, region.layout))
         if mask is None:
-            mask = ZeroMask(~_agree(values, scale, residual, team, store))
+            before = store.untouched_before.pop((context.path, region.layout), None)
+            known = None if before is None else before.touched(values.device)
+            mask = ZeroMask(~_agree(values, scale, residual, team, store, known))
             store.untouched[context.path, region.layout] = mask
         return None if mask.empty else cls(codec, mask)
 
@@ -243,10 +250,13 @@ def _any_of(codes: Tensor) -> Tensor:
     return found
 
 
-def _agree(values: Tensor, scale: float, residual: ErrorFeedback | None, team: Team, store: ResidualStore) -> Tensor:
-    """Return which elements any rank of `team` is about to send as anything but zero: bool.
+def _agree(
+    values: Tensor, scale: float, residual: ErrorFeedback | None, team: Team, store: ResidualStore, known: Tensor | None
+) -> Tensor:
+    """Return which elements any rank of `team` is about to send as anything but zero, or knows to be touched: bool.
 
     One bit each, to a server of each part and back.
+    known: those of a checkpoint, in place of what this rank is about to send; None where there is none.
     """
     size, numel, at_once = team.size, values.numel(), _at_once(values.device)
     part_nbytes = -(-numel // (8 * size))
@@ -255,7 +265,8 @@ def _agree(values: Tensor, scale: float, residual: ErrorFeedback | None, team: T
         part = values[begin : begin + at_once]
         own = None if residual is None else residual.cut(begin, begin + len(part))
         target = mine[begin // 8 : -(-(begin + len(part)) // 8)]
-        target.copy_(packed_bits(values_to_send(part, scale, own) != 0, len(target)))
+        here = values_to_send(part, scale, own) != 0 if known is None else known[begin : begin + len(part)]
+        target.copy_(packed_bits(here, len(target)))
     received = torch.empty_like(mine)
     store.beside += team.wire.all_to_all(mine.nbytes) + team.wire.all_gather(part_nbytes)
     team.all_to_all(received, mine)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NoReturn, TypeGuard, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +22,7 @@ from commopt.feedback.counts import StepCounts
 from commopt.feedback.factors import RightFactor
 from commopt.feedback.layout import Layout, Piece
 from commopt.feedback.residual import EXP_AVG_SQ, Residual, ResidualKind, is_average
-from commopt.feedback.store import ResidualStore
+from commopt.feedback.store import ResidualStore, Untouched
 from commopt.version import __version__
 
 T = TypeVar("T")
@@ -62,8 +63,11 @@ def collect(store: ResidualStore, copy: Callable[[Tensor], Tensor]) -> dict[str,
             path: [[pieces_of(layout), division] for layout, division in known.items()]
             for path, known in store.divisions.items()
         }
+        masks = [(path, pieces_of(layout), mask.state(copy)) for (path, layout), mask in store.untouched.items()]
         copied = {role: {key: copy(each) for key, each in by_range.items()} for role, by_range in residuals.items()}
-        return {"residuals": copied, "layouts": layouts, "placed": divisions, **_collect_shared(store, copy)}
+        untouched = [[path, pieces, state] for path, pieces, state in masks if len(state["elements"])]
+        kept = {"residuals": copied, "layouts": layouts, "placed": divisions, "untouched": untouched}
+        return {**kept, **_collect_shared(store, copy)}
 
 
 def settle(saved: dict[str, Any]) -> None:
@@ -71,6 +75,11 @@ def settle(saved: dict[str, Any]) -> None:
     saved["dropped"] = int(saved["dropped"])
     if saved["expected_square"] is not None:
         saved["expected_square"] = float(saved["expected_square"])
+    for _, pieces, state in saved.get("untouched", ()):
+        elements, active = state.pop("elements").long(), state.pop("active", None)
+        flags = torch.zeros(sum(end - begin for _, begin, end, _ in pieces), dtype=torch.bool, device="cpu")
+        flags[elements if active is None else elements[active]] = True
+        state["bits"] = torch.from_numpy(np.packbits(flags.numpy()))
 
 
 def save_shared(store: ResidualStore) -> dict[str, Any]:
@@ -121,6 +130,8 @@ def restore(
             store.divides_anew(required(path, str, where), layout, required(division, str, where))
     for path, factor in _factors(saved, numels):
         store.factors.add(path, factor)
+    for path, layout, untouched in _untouched(saved, numels):
+        store.untouched_before[path, layout] = untouched
     _restore_counts(store, [saved])
 
 
@@ -174,6 +185,20 @@ def _restore_counts(store: ResidualStore, ranks: Sequence[Mapping[str, Any]]) ->
             refuse("expected_square", expected, f"a float from 0 to {MAX_MAGNITUDE**2:g}, or None")
         store.expected_square = torch.tensor([expected], dtype=torch.float64, device="cpu")
     store.warm = True
+
+
+def _untouched(saved: Mapping[str, Any], numels: Mapping[str, int]) -> Iterator[tuple[str, Layout, Untouched]]:
+    """Yield what no rank had touched, by path and region; earlier versions did not save it."""
+    for entry in required(saved.get("untouched", []), list, "untouched"):
+        path, pieces, state = required_length(entry, 3, "untouched")
+        layout = layout_of(pieces, numels, "untouched")
+        numbers = dict(required(state, dict, "a state in untouched"))
+        bits, nbytes = required(numbers.pop("bits", None), Tensor, "bits of untouched"), -(-layout.numel // 8)
+        if bits.dtype != torch.uint8 or bits.shape != (nbytes,):
+            refuse("bits of untouched", bits, f"uint8 [{nbytes}], a bit for each of {layout.numel} elements")
+        flags = torch.from_numpy(np.unpackbits(bits.to("cpu", copy=True).numpy(), count=layout.numel)).bool()
+        known = {required(key, str, "untouched"): whole(value, "untouched") for key, value in numbers.items()}
+        yield required(path, str, "untouched"), layout, Untouched(flags, known)
 
 
 def _steps_of(ranks: Sequence[Mapping[str, Any]]) -> dict[str, int] | None:
