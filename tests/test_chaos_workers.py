@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -156,6 +157,23 @@ def test_workers_have_to_learn_as_much_together() -> None:
         "workers end with a mean loss of 1.2, and without the fault with 1",
     )
     assert verdict("stop", *[ending_with(float("nan"))] * 3, SERVER).outcome == "wrong model"
+
+
+def test_without_one_worker_they_are_as_far_as_with_it_after_as_many_steps() -> None:
+    def falling(record: RankRecord, of: Sequence[NotedStep], slope: float) -> RankRecord:
+        return replace(record, steps=tuple(replace(step, loss=3.0 - slope * step.number / 28) for step in of))
+
+    usual = [falling(WELL, STEPS, 1.0)] * 3
+    reference = Reference([replace(RIGHT, ranks=(*usual, SERVER))] * 2)
+    killed = falling(KILLED, KILLED.steps, 1.0)
+
+    def found(slope: float) -> RunVerdict:
+        ranks = (*[falling(WELL, STEPS, slope)] * 2, killed, counting(64.0))
+        run = replace(RIGHT, fault="kill", struck_s=1.0, ranks=ranks)
+        return judge_workers(run, reference, 20.0, 15.0)
+
+    assert found(0.75).ok, "slower than three workers, but they have made three quarters of the steps"
+    assert not found(0.3).ok
 
 
 def test_a_worker_that_waits_forever_is_a_hang() -> None:

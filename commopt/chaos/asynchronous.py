@@ -98,15 +98,24 @@ def _unnamed(run: RunRecord, rank: int) -> str:
 def _learns_less(run: RunRecord, reference: Reference, workers: Sequence[int]) -> str:
     """Return why the workers that went on have not learned as much as without a fault, "" where they have.
 
-    Which deltas a round has is a matter of time, so losses of a single worker vary.
+    Which deltas a round has is a matter of time, so losses of a single worker vary. Where a worker is gone, all of them
+    have made fewer steps, so the loss is compared with that after as many.
     """
     if not workers:
         return ""
-    usual = max(fmean(last_loss(each.ranks[rank]) for rank in workers) for each in reference.runs)
+    usual = max(
+        fmean(last_loss(each.ranks[rank], min(1.0, _work(run) / _work(each))) for rank in workers)
+        for each in reference.runs
+    )
     loss = fmean(last_loss(run.ranks[rank]) for rank in workers)
     if loss <= usual * (1 + LOSS_WITHIN):
         return ""
     return f"workers end with a mean loss of {loss:.4g}, and without the fault with {usual:.4g}"
+
+
+def _work(run: RunRecord) -> int:
+    """Return the steps of all workers."""
+    return sum(len(each.steps) for rank, each in enumerate(run.ranks) if rank != run.server)
 
 
 def _unlike(run: RunRecord) -> str:

@@ -267,9 +267,10 @@ def _nan_went_wrong(run: RunRecord, rank: int) -> str:
     return ""
 
 
-def last_loss(record: RankRecord) -> float:
-    """Return the mean loss of the last quarter of the steps; NaN where there is none."""
-    losses = [float("nan") if step.loss is None else step.loss for step in record.steps]
+def last_loss(record: RankRecord, share: float = 1.0) -> float:
+    """Return the mean loss of the last quarter of the steps, or of the first ones, this share; NaN for none."""
+    steps = record.steps[: round(share * len(record.steps))]
+    losses = [float("nan") if step.loss is None else step.loss for step in steps]
     losses = losses[-max(1, len(losses) // 4) :]
     return sum(losses) / len(losses) if losses else float("nan")
 
