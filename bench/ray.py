@@ -4,7 +4,7 @@
     python -m bench.ray --rate 200mbit --strategy hierarchical_quantized:bits=4
 
 Its nodes are those of an emulated cluster, with their files in a temporary folder. It needs root and Ray
-(pip install "ray[train]").
+(pip install '.[engines]').
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class EmulatedRay(Engine):
     def missing() -> str | None:
         """Return the reason why this machine cannot run it, None if it can."""
         if find_spec("ray") is None:
-            return 'no Ray; pip install "ray[train]"'
+            return "no Ray; pip install '.[engines]'"
         return EmulatedCluster.missing()
 
     def _start(self) -> None:
