@@ -65,7 +65,7 @@ def collect(store: ResidualStore, copy: Callable[[Tensor], Tensor]) -> dict[str,
         }
         masks = [(path, pieces_of(layout), mask.state(copy)) for (path, layout), mask in store.untouched.items()]
         copied = {role: {key: copy(each) for key, each in by_range.items()} for role, by_range in residuals.items()}
-        untouched = [[path, pieces, state] for path, pieces, state in masks if len(state["elements"])]
+        untouched = [list(each) for each in masks]  # those without elements, too: nothing is asked anew
         kept = {"residuals": copied, "layouts": layouts, "placed": divisions, "untouched": untouched}
         return {**kept, **_collect_shared(store, copy)}
 
@@ -79,7 +79,7 @@ def settle(saved: dict[str, Any]) -> None:
         elements, active = state.pop("elements").long(), state.pop("active", None)
         flags = torch.zeros(sum(end - begin for _, begin, end, _ in pieces), dtype=torch.bool, device="cpu")
         flags[elements if active is None else elements[active]] = True
-        state["bits"] = torch.from_numpy(np.packbits(flags.numpy()))
+        state["bits"] = torch.from_numpy(np.packbits(flags.numpy() if flags.any() else flags[:0].numpy()))
 
 
 def save_shared(store: ResidualStore) -> dict[str, Any]:
@@ -194,9 +194,10 @@ def _untouched(saved: Mapping[str, Any], numels: Mapping[str, int]) -> Iterator[
         layout = layout_of(pieces, numels, "untouched")
         numbers = dict(required(state, dict, "a state in untouched"))
         bits, nbytes = required(numbers.pop("bits", None), Tensor, "bits of untouched"), -(-layout.numel // 8)
-        if bits.dtype != torch.uint8 or bits.shape != (nbytes,):
-            refuse("bits of untouched", bits, f"uint8 [{nbytes}], a bit for each of {layout.numel} elements")
-        flags = torch.from_numpy(np.unpackbits(bits.to("cpu", copy=True).numpy(), count=layout.numel)).bool()
+        if bits.dtype != torch.uint8 or bits.shape not in ((0,), (nbytes,)):
+            refuse("bits of untouched", bits, f"uint8 [{nbytes}], a bit for each of {layout.numel} elements, or [0]")
+        packed = bits.new_zeros(nbytes, device="cpu") if not len(bits) else bits.to("cpu", copy=True)
+        flags = torch.from_numpy(np.unpackbits(packed.numpy(), count=layout.numel)).bool()
         known = {required(key, str, "untouched"): whole(value, "untouched") for key, value in numbers.items()}
         yield required(path, str, "untouched"), layout, Untouched(flags, known)
 
