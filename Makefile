@@ -25,7 +25,7 @@ test: $(VENV)/.dev  ## what takes minutes: a test of every promise, and of each 
 test-gate: $(VENV)/.integrations  ## what the gate runs after `make test`: slow tests that hold a promise of the README
 	$(TESTS) -m gate -n $(shell nproc)
 
-test-all: test $(VENV)/.integrations $(VENV)/.engines $(VENV)/skypilot  ## every test: those of `make test`, then the others
+test-all: test $(VENV)/.integrations $(VENV)/.engines $(VENV)/.slurm $(VENV)/skypilot  ## every test: those of `make test`, then the others
 	$(TESTS) -m slow -n $(shell nproc)
 
 mutants: $(VENV)/.dev  ## seed faults, one at a time, and see which test of the gate finds each; about half an hour
@@ -86,6 +86,11 @@ EXTRA := import sys, tomllib; print(*tomllib.load(sys.stdin.buffer)["project"]["
 # Frameworks to train with, and engines to start ranks, which only tests marked slow need. commopt is not built again.
 $(VENV)/.integrations $(VENV)/.engines: $(VENV)/.%: $(VENV)/.dev
 	$(BIN)/python -m pip install --quiet $$($(BIN)/python -c '$(EXTRA)' $* < pyproject.toml)
+	touch $@
+
+# Tests of job files need Slurm and mpirun, which only root can install; without them they are skipped.
+$(VENV)/.slurm: $(VENV)/.dev
+	-[ "$$(id -u)" != 0 ] || ! command -v apt-get || apt-get install -y --no-install-recommends slurm-wlm munge openmpi-bin
 	touch $@
 
 # A test reads its schema. It has a folder of its own, as its requirements contradict those of Transformers.

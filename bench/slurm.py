@@ -4,7 +4,8 @@
     python -m bench.slurm --rate 200mbit --strategy hierarchical_quantized:bits=4
 
 slurmctld, a slurmd for each node and munge run in the namespaces of an emulated cluster, with their files in a
-temporary folder. It needs root and Slurm (apt-get install slurm-wlm munge); the machine's own Slurm stays as it is.
+temporary folder. It needs root and Slurm, which --install takes from Debian's packages. The machine's own Slurm stays as
+it is.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -25,6 +27,7 @@ from commopt.errors import ConfigurationError
 
 PROGRAM = "bench.slurm"
 JOBS = ROOT / "examples" / "launch"
+_INSTALL = ("apt-get", "install", "-y", "--no-install-recommends", "slurm-wlm", "munge")
 _DAEMONS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol")
 _START_S = 60.0
 _CONFIGURATION = """\
@@ -76,7 +79,7 @@ class EmulatedSlurm(Engine):
         """Return the reason why this machine cannot run it, None if it can."""
         absent = [tool for tool in _DAEMONS if shutil.which(tool) is None]
         if absent:
-            return f"no {', '.join(absent)} on PATH; apt-get install slurm-wlm munge"
+            return f"no {', '.join(absent)} on PATH; {PROGRAM} --install, or {' '.join(_INSTALL)}"
         return EmulatedCluster.missing()
 
     def _start(self) -> None:
@@ -121,12 +124,16 @@ def found_in(said: str) -> dict[str, float]:
 def main() -> int:
     """Train with stock DDP and with the strategy, and report; return the exit status."""
     parser = command_line(PROGRAM, __doc__ or "")
+    parser.add_argument("--install", action="store_true", help="install Slurm first where it is missing, by apt-get")
     parser.add_argument("--job", choices=["torchrun", "srun"], default="torchrun", help="who starts the ranks")
     options = parser.parse_args()
     if options.report:
         print(markdown(*options.report))
         return 0
     missing = EmulatedSlurm.missing()
+    if missing is not None and options.install and shutil.which(_INSTALL[0]):
+        subprocess.run(_INSTALL, check=False)
+        missing = EmulatedSlurm.missing()
     if missing is not None:
         return refuse(PROGRAM, ConfigurationError(missing))
     job, script = JOBS / f"slurm_{options.job}.sh", str(JOBS / "train.py")
