@@ -4,8 +4,8 @@
     python -m bench.slurm --rate 200mbit --strategy hierarchical_quantized:bits=4
 
 slurmctld, a slurmd for each node and munge run in the namespaces of an emulated cluster, with their files in a
-temporary folder. It needs root and Slurm, which --install takes from Debian's packages. The machine's own Slurm stays as
-it is.
+temporary folder. It needs root and Slurm, which --install takes from Debian's packages. The machine's own Slurm stays
+as it is.
 """
 
 from __future__ import annotations
