@@ -686,8 +686,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a resumed run asks anew which elements no rank has touched",
         "commopt/feedback/checkpoint.py",
-        "store.untouched_before[path, layout] = untouched",
-        "untouched.flags.sum()",
+        "store.touched_before[path, layout] = touched",
+        "touched.sum()",
         NOTHING_LOST,
         ("test_feedback_state",),
     ),

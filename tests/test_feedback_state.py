@@ -18,6 +18,7 @@ from torch import nn
 import commopt
 from commopt import CommoptError, ConfigurationError
 from commopt.attached import checkpoint as saving
+from commopt.feedback import ResidualStore, restore
 from tests.catalogue import LAYOUTS, run_on
 from tests.feedback_training import (
     NUMELS,
@@ -133,7 +134,6 @@ def assert_same(first: list[tuple[str, dict[str, Vectors]]], second: list[tuple[
         ("4 bits", "3", True, "some rest"),
         ("inter 2 bits", "2x2", False, "some rest"),
         ("inter onebit rms", "2+1", False, "some rest"),
-        ("inter rank 2", "2x2", False, "some rest"),
         ("inter 4 bits", "2x2", False, "none rests"),
     ],
 )
@@ -143,6 +143,22 @@ def test_resuming_changes_no_bit(tmp_path: Path, strategy: str, layout: str, gat
     assert len({digest for digest, _ in whole}) == 1
     assert_same(whole, run_on(layout, *arguments, "resumed", fresh=gathered))
     assert_same(whole, run_on(layout, *arguments, "rolled back"))
+
+
+@pytest.mark.parametrize(
+    "bits", [torch.zeros(3, dtype=torch.uint8), torch.zeros(2), torch.zeros(2, 1, dtype=torch.uint8), None], ids=str
+)
+def test_what_is_no_bit_for_each_element_is_refused(bits: Any) -> None:
+    whole: dict[str, Any] = {"residuals": {}, "layouts": {}, "placed": {}, "factors": [], "adam_steps": None}
+    pieces = [["w", 0, 10, [10]]]
+    restored = ResidualStore()
+    good = torch.tensor([0b10000001, 0b01000000], dtype=torch.uint8)
+    restore(restored, {**whole, "untouched": [["inter", pieces, {"bits": good}]]}, {"w": 10}, lambda name: 1.0)
+    ((path, _), touched), *_ = restored.touched_before.items()
+    assert (path, (~touched).nonzero().view(-1).tolist()) == ("inter", [0, 7, 9])
+    damaged = {**whole, "untouched": [["inter", pieces, {"bits": bits}]]}
+    with pytest.raises(ConfigurationError, match="untouched"):
+        restore(ResidualStore(), damaged, {"w": 10}, lambda name: 1.0)
 
 
 def books_after(rank: int, world_size: int, strategy: str, folder: str) -> Books:

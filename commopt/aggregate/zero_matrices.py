@@ -40,8 +40,8 @@ class _MatrixMask:
     next_step: int = 0
 
     def state(self, copy: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-        """Return what a checkpoint keeps of it."""
-        return {"elements": copy(self.indices), "patience": self.patience, "next_step": self.next_step}
+        """Return what a checkpoint keeps of it: not when ranks exchange next, in which they must be alike."""
+        return {"elements": copy(self.indices)}
 
     def keep(self, still: Tensor) -> None:
         """Leave out the others. still: bool [indices]."""
@@ -98,14 +98,11 @@ class MaskedMatrices:
         mask = store.untouched.get((context.path, plan.stacked))
         if mask is not None:
             return None if mask.empty else cls(mask, plan, matrices())
-        stacked, before = matrices(), store.untouched_before.pop((context.path, plan.stacked), None)
-        known = None if before is None else before.touched(stacked.device).to(stacked.dtype)
+        stacked, known = matrices(), store.touched_before.pop((context.path, plan.stacked), None)
+        known = None if known is None else known.to(stacked.device, stacked.dtype)
         masked = _masked_elements(plan, stacked if known is None else known, sums, context)
         dtype = torch.int32 if len(masked) < 2**31 else torch.int64
         mask = _MatrixMask(masked.nonzero().view(-1).to(dtype), plan)
-        if before is not None:
-            mask.patience = max(1, before.numbers.get("patience", 1))
-            mask.next_step = before.numbers.get("next_step", 0)
         store.untouched[context.path, plan.stacked] = mask
         return None if mask.empty else cls(mask, plan, stacked)
 

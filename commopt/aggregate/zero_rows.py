@@ -77,8 +77,8 @@ class MaskedRows:
             return None
         joined = torch.cat([values[row][begin:end] for row, region, _ in regions.by_row for begin, end in region.spans])
         if masks is None:
-            before = store.untouched_before.pop((context.path, regions.layout), None)
-            touched = values_to_send(joined, 1.0, residual) != 0 if before is None else before.touched(joined.device)
+            known = store.touched_before.pop((context.path, regions.layout), None)
+            touched = values_to_send(joined, 1.0, residual) != 0 if known is None else known.to(joined.device)
             masks = _RowMasks(
                 ZeroMask(~touched), [ZeroMask(~each) for each in _exchanged(regions, touched, team, store)]
             )

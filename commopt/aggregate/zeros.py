@@ -167,8 +167,8 @@ class MaskedRegion:
             return None
         mask = store.untouched.get((context.path, region.layout))
         if mask is None:
-            before = store.untouched_before.pop((context.path, region.layout), None)
-            known = None if before is None else before.touched(values.device)
+            known = store.touched_before.pop((context.path, region.layout), None)
+            known = None if known is None else known.to(values.device)
             mask = ZeroMask(~_agree(values, scale, residual, team, store, known))
             store.untouched[context.path, region.layout] = mask
         return None if mask.empty else cls(codec, mask)

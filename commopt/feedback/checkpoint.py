@@ -22,7 +22,7 @@ from commopt.feedback.counts import StepCounts
 from commopt.feedback.factors import RightFactor
 from commopt.feedback.layout import Layout, Piece
 from commopt.feedback.residual import EXP_AVG_SQ, Residual, ResidualKind, is_average
-from commopt.feedback.store import ResidualStore, Untouched
+from commopt.feedback.store import ResidualStore
 from commopt.version import __version__
 
 T = TypeVar("T")
@@ -130,8 +130,8 @@ def restore(
             store.divides_anew(required(path, str, where), layout, required(division, str, where))
     for path, factor in _factors(saved, numels):
         store.factors.add(path, factor)
-    for path, layout, untouched in _untouched(saved, numels):
-        store.untouched_before[path, layout] = untouched
+    for path, layout, touched in _touched(saved, numels):
+        store.touched_before[path, layout] = touched
     _restore_counts(store, [saved])
 
 
@@ -187,19 +187,21 @@ def _restore_counts(store: ResidualStore, ranks: Sequence[Mapping[str, Any]]) ->
     store.warm = True
 
 
-def _untouched(saved: Mapping[str, Any], numels: Mapping[str, int]) -> Iterator[tuple[str, Layout, Untouched]]:
-    """Yield what no rank had touched, by path and region; earlier versions did not save it."""
+def _touched(saved: Mapping[str, Any], numels: Mapping[str, int]) -> Iterator[tuple[str, Layout, Tensor]]:
+    """Yield which elements were touched, by path and region; earlier versions did not save it.
+
+    Ranks do not rely on it alike: they exchange it before they use it.
+    """
     for entry in required(saved.get("untouched", []), list, "untouched"):
         path, pieces, state = required_length(entry, 3, "untouched")
         layout = layout_of(pieces, numels, "untouched")
-        numbers = dict(required(state, dict, "a state in untouched"))
-        bits, nbytes = required(numbers.pop("bits", None), Tensor, "bits of untouched"), -(-layout.numel // 8)
+        bits = field(required(state, dict, "a state in untouched"), "bits", Tensor, "untouched")
+        nbytes = -(-layout.numel // 8)
         if bits.dtype != torch.uint8 or bits.shape not in ((0,), (nbytes,)):
             refuse("bits of untouched", bits, f"uint8 [{nbytes}], a bit for each of {layout.numel} elements, or [0]")
         packed = bits.new_zeros(nbytes, device="cpu") if not len(bits) else bits.to("cpu", copy=True)
         flags = torch.from_numpy(np.unpackbits(packed.numpy(), count=layout.numel)).bool()
-        known = {required(key, str, "untouched"): whole(value, "untouched") for key, value in numbers.items()}
-        yield required(path, str, "untouched"), layout, Untouched(flags, known)
+        yield required(path, str, "untouched"), layout, ~flags
 
 
 def _steps_of(ranks: Sequence[Mapping[str, Any]]) -> dict[str, int] | None:

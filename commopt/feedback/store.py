@@ -49,22 +49,6 @@ class BufferMemory:
     ways: dict[Hashable, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Untouched:
-    """The elements of a region that no rank had touched when a checkpoint was saved.
-
-    flags: of each element, bool, in host memory.
-    numbers: what else a mask of them goes on with.
-    """
-
-    flags: Tensor
-    numbers: Mapping[str, int] = field(default_factory=dict)
-
-    def touched(self, device: torch.device) -> Tensor:
-        """Return which elements were touched: bool."""
-        return ~self.flags.to(device)
-
-
 class ResidualStore:
     """The residuals of one rank, and beside them the rest of its memory from step to step.
 
@@ -113,7 +97,8 @@ class ResidualStore:
         self.error = SampledError()
         self.beside = WireBytes()  # payload that `Aggregator.calls` cannot foresee
         self.untouched: dict[tuple[str, Layout], Any] = {}  # by path: see aggregate.zeros
-        self.untouched_before: dict[tuple[str, Layout], Untouched] = {}  # of a checkpoint, until they are in use again
+        # Of a checkpoint, until they are in use again: which elements of a region were touched, bool, in host memory.
+        self.touched_before: dict[tuple[str, Layout], Tensor] = {}
         self.expected_square: Tensor | None = None  # of a node's gradient, by its moments: float64 [1], alike on ranks
         self.expected: dict[Layout, Tensor] = {}  # this rank's parts of the next one
 
@@ -233,8 +218,8 @@ class ResidualStore:
                 # All ranks come here alike, so here they forget it together, and ask each other again.
                 self.untouched = {key: each for key, each in self.untouched.items() if not key[1].shares_names(layout)}
                 if any(known.shares_names(layout) for known in self.buffers):  # it has been sent since the checkpoint
-                    before = self.untouched_before.items()
-                    self.untouched_before = {key: each for key, each in before if not key[1].shares_names(layout)}
+                    before = self.touched_before.items()
+                    self.touched_before = {key: each for key, each in before if not key[1].shares_names(layout)}
                 self.buffers = _others(self.buffers, layout)
                 memory = self.buffers[layout] = BufferMemory(sender, paths)
             elif search:

@@ -73,7 +73,7 @@ class _Comparison:
     def to_confirm(self) -> Candidate | None:
         """Return the candidate that ran before, once, if the one to be chosen gains little.
 
-        After a first look also if nothing is to be chosen: two steps are too few to say so.
+        After a first look also if nothing is to be chosen: its steps are too few to say so.
         """
         best, clear_us = self.fastest, _CLEAR * self.base.step.value
         if self._confirmed or best.result.step.value <= clear_us:
@@ -168,7 +168,7 @@ class Search:
         return self._search(measured, step)
 
     def _at_a_look(self, measured: Measurement, step: int) -> Decision | None:
-        """Return the decision by the two steps of a first look, None if this is none.
+        """Return the decision by the steps of a first look, None if this is none.
 
         Messages were timed in a hurry. So a search begins with what is expected to save much; what might save less
         waits for a window of the usual length.
