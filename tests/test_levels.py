@@ -513,11 +513,11 @@ def test_what_nodes_make_of_their_own_is_not_added_up_in_sites(choice: Aggregato
 # ------------------------------------------------------------------------------------------ one ring or site by site
 
 
-def choose_a_way(rank: int, world_size: int) -> tuple[list[str], str, bool]:
+def choose_a_way(rank: int, world_size: int, preset: str) -> tuple[list[str], str, bool]:
     """Train with sites and no word about plans; return reasons, the aggregator in the end, whether sums are exact."""
     torch.manual_seed(0)
     ddp = DistributedDataParallel(nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), bucket_cap_mb=0.02)
-    state = commopt.attach(ddp, "hierarchical")
+    state = commopt.attach(ddp, preset)
     inputs = torch.randn(8, 64, generator=torch.Generator().manual_seed(rank))
     for _ in range(40):
         ddp.zero_grad()
@@ -535,7 +535,7 @@ def choose_a_way(rank: int, world_size: int) -> tuple[list[str], str, bool]:
 
 
 def test_with_sites_hierarchical_keeps_the_faster_of_two_exact_ways() -> None:
-    found = run_in("scattered", choose_a_way, env={"COMMOPT_PLAN": None})
+    found = run_in("scattered", choose_a_way, "hierarchical", env={"COMMOPT_PLAN": None})
     assert all(close for _, _, close in found)
     assert len({aggregator for _, aggregator, _ in found}) == 1
     assert found[0][1] in (repr(Hierarchical()), repr(Flat()))

@@ -9,8 +9,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import commopt
 from commopt import (
@@ -41,7 +39,7 @@ from tests.feedback_training import Books, Training
 from tests.overheard import overheard
 from tests.ranks import run
 from tests.test_feedback_conservation import check
-from tests.test_levels import NETWORKS, run_in
+from tests.test_levels import NETWORKS, choose_a_way, run_in
 
 FOUR_BITS = Compressed(Quantize(4, 64))
 PROBED = Links.load(Path(__file__).parents[1] / "bench/results/probe_200mbit.json")
@@ -132,20 +130,9 @@ def test_no_residual_is_lost_from_one_way_to_the_other(network: str) -> None:
     check(run_in(network, change_ways, FOUR_BITS))
 
 
-def choose_a_way(rank: int, world_size: int) -> tuple[list[str], str]:
-    torch.manual_seed(0)
-    ddp = DistributedDataParallel(nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), bucket_cap_mb=0.02)
-    state = commopt.attach(ddp, "hierarchical_onebit")
-    inputs = torch.randn(8, 64, generator=torch.Generator().manual_seed(rank))
-    for _ in range(40):
-        ddp.zero_grad()
-        ddp(inputs).square().mean().backward()
-    return [each.reason for each in state.decisions], repr(state._registration.controller.aggregator)
-
-
 def test_with_sites_a_preset_keeps_the_faster_of_two_ways() -> None:
-    found = run_in("scattered", choose_a_way, env={"COMMOPT_PLAN": None})
-    assert len({aggregator for _, aggregator in found}) == 1
+    found = run_in("scattered", choose_a_way, "hierarchical_onebit", env={"COMMOPT_PLAN": None})
+    assert len({aggregator for _, aggregator, _ in found}) == 1
     preset = commopt.build_preset("hierarchical_onebit")
     assert isinstance(preset, Hierarchical)
     assert found[0][1] in (repr(preset), repr(apart(preset.inter)))
