@@ -6,7 +6,10 @@ from __future__ import annotations
 import copy
 import logging
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -15,13 +18,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
+from commopt.aggregate import Aggregator, Flat
 from commopt.attached.layouts import Layouts
 from commopt.cost import Curve
 from commopt.feedback import Layout
-from commopt.groups import join
+from commopt.groups import Team, join
 from commopt.recording import BucketRecord, MessageRecord, StepRecord
-from commopt.schedule import Unit, sync
-from commopt.schedule.calibration import LARGEST_NBYTES, prices_from_points, samples_of
+from commopt.schedule import Unit, calibration, sync
+from commopt.schedule.calibration import HURRIED_NBYTES, LARGEST_NBYTES, calibrate, prices_from_points, samples_of
 from commopt.schedule.measure import StepTable, latest, own_times
 from tests.plan_changes import heard
 from tests.ranks import run
@@ -37,6 +41,26 @@ def test_samples_are_beginnings_of_the_model() -> None:
     assert samples[0].pieces[0].shape == (8, 100)
     assert samples[-1] == layout
     assert samples_of(Layout.anonymous(100), 4) == [Layout.anonymous(100)]
+
+
+def test_where_time_is_short_samples_begin_later_and_are_called_twice_only() -> None:
+    layout = Layout.anonymous(8 * 2**20)
+    samples = samples_of(layout, 4, HURRIED_NBYTES)
+    assert [sample.numel for sample in samples] == [2**16, 2**18, 2**20, 2**22, layout.numel]
+    calls = []
+
+    def sender(aggregator: Aggregator, layout: Layout, dtype: torch.dtype, team: Team) -> Callable[[int], float]:
+        def mean_us(count: int) -> float:
+            calls.append((layout.numel, count))
+            return float(layout.numel)  # 65 ms and more
+
+        return mean_us
+
+    with patch.object(calibration, "_sender", sender):
+        team: Any = Mock(default_device=torch.device("cpu"))
+        points = calibrate({"flat": Flat()}, samples, torch.float32, team, 0.15, hurried=True)
+    assert [nbytes for nbytes, _ in points["flat"]] == [2**18, 2**20], "two make a line, and there is no time for more"
+    assert calls == [(2**16, 1), (2**16, 1), (2**18, 1), (2**18, 1)]
 
 
 def test_no_sample_is_so_large_that_it_could_exhaust_the_memory() -> None:
