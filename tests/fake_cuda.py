@@ -44,6 +44,7 @@ DEVICE = torch.device("cuda", 0)
 Clock = dict[int, int]  # operations of each stream
 
 _FACTORIES = ("arange", "empty", "eye", "full", "ones", "rand", "randint", "randn", "tensor", "tril_indices", "zeros")
+_UNWRITTEN = ("new_empty", "empty_like")
 _OF_SHAPE = ("new_empty", "new_zeros", "new_ones", "new_full", "empty_like", "zeros_like", "ones_like", "full_like")
 _WAITS = ("_local_scalar_dense", "is_nonzero", "equal")
 _VERSIONED_TO = Tensor.to
@@ -401,12 +402,14 @@ class Gpu:
             if graph is not None:  # what it writes is taken back when the capture ends
                 graph.before += [(each, each.clone()) for each in _written(func, args, kwargs)]
             result = func(*args, **kwargs)
+            if name in _UNWRITTEN:
+                _fill_with_garbage(result)
         if graph is not None:
             found = [each for each in tree_flatten(result)[0] if _is_new(each, given)]
             graph.add(partial(self._again, func, args, kwargs, found))
         elif not is_view and name not in _OF_SHAPE:
             self._use(func, args, kwargs)
-        self.operations += not is_view and name not in ("new_empty", "empty_like")
+        self.operations += not is_view and name not in _UNWRITTEN
         if name in _WAITS:
             self.stream.synchronize()
         if to_host:
@@ -516,6 +519,8 @@ class Gpu:
             del options["device"]
             self.operations += make.__name__ != "empty"
             made = make(*args, **options, device="cpu")
+            if make.__name__ == "empty":
+                _fill_with_garbage(made)
             if self.capturing is not None:
                 if make.__name__ == "tensor":
                     raise RuntimeError("operation not permitted when stream is capturing: a copy from the host")
@@ -523,6 +528,11 @@ class Gpu:
             return self._placed(made)
 
         return factory
+
+
+def _fill_with_garbage(made: Tensor) -> None:
+    """Make memory that nobody has written yet the same in every run, and no plausible result."""
+    made.fill_(float("nan") if made.is_floating_point() else made.dtype == torch.bool or 85)
 
 
 def _either_future(real: Any) -> type:
