@@ -64,6 +64,18 @@ def test_each_family_has_one_candidate_in_each_form() -> None:
     assert allowed_families(Auto(), NODES) == ()
 
 
+def test_over_told_sites_a_family_may_still_go_between_all_nodes_at_once() -> None:
+    """Between single ranks that is its flat form; between nodes of several, never each rank with each."""
+    single, several = (TeamShape.of((ranks,) * 4, sites=((0, 0, 1, 1),)) for ranks in (1, 2))
+    for shape, other in (
+        (single, Compressed(Quantize(4))),
+        (several, Hierarchical(Compressed(Quantize(4)), sites=False)),
+    ):
+        found = one_of_each(allowed_families(Auto("quantized"), shape), [gradient()], "")
+        assert {each.strategy for each in found} == {repr(other), repr(Hierarchical(Compressed(Quantize(4))))}
+        assert len({each.name for each in found}) == 2
+
+
 @pytest.mark.parametrize(
     ("optimizer", "chosen"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import hypot, isfinite, sqrt
 from typing import TYPE_CHECKING
 
@@ -74,12 +75,15 @@ def available(aggregator: Aggregator, team: TeamShape) -> dict[str, Aggregator]:
 def allowed_families(aggregator: Aggregator, team: TeamShape) -> tuple[Candidates[Aggregator], ...]:
     """Return the families `auto` is allowed, without those that cannot run on the team.
 
-    Each is there in its flat form and, where there are two levels, in its hierarchical one.
+    Each is there in its flat form and, where there are two levels, in its hierarchical one. Where sites are levels,
+    and nodes have several ranks, the form between all nodes takes the place of the flat one.
     """
     auto = auto_of(aggregator)
     if auto is None:
         return ()
     forms: dict[str, Callable[[Aggregator], Aggregator]] = {"": lambda aggregator: aggregator}
+    if team.sites_above and max(team.ranks_per_node) > 1:
+        forms = {"hierarchical without sites ": partial(Hierarchical, sites=False)}
     if team.has_levels:
         forms["hierarchical "] = Hierarchical
     found = (
