@@ -286,7 +286,10 @@ GATE: dict[str, tuple[str, ...]] = {
         "test_integrations_transformers.py::test_accelerate_and_the_trainer",
     ),
     "machines may be slow, die and come back": ("test_parameter_server.py::test_command_lines",),
-    "nobody hangs": ("test_failures.py::test_every_rank_raises_when_the_network_between_nodes_is_cut[hook]",),
+    "nobody hangs": (
+        "test_failures.py::test_every_rank_raises_when_the_network_between_nodes_is_cut[hook]",
+        "test_verdict_direct.py::test_what_breaks_ends_and_the_rest_is_measured_without[hangs]",
+    ),
     "from a clone to a script on two nodes": ("test_site.py::test_from_a_clone_to_a_script_on_two_nodes",),
     "kernels for GPUs": ("test_races.py::test_every_kernel",),
 }

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import astuple
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
@@ -22,6 +23,7 @@ from commopt.doctor import diagnose, observe
 from commopt.doctor.compare import TIMEOUT_S, gather, rank_facts
 from commopt.doctor.finding import FINE, Finding
 from commopt.doctor.verdict import gain
+from commopt.doctor.verdict.direct import own_facts, told, trials, try_both
 from commopt.doctor.verdict.facts import Measurements, Problem
 from commopt.doctor.verdict.judge import NOT_MEASURED, judge
 from commopt.doctor.verdict.measure import CollectiveProber, Found, measure_paces, with_expected
@@ -136,6 +138,7 @@ class Examination:
             return
         everything = gather(rank_facts(self._machine, read_host_identity(self._environ)), findings)
         self._wires(everything)
+        self._direct()
         if any(one.check == "nodes-reach" and one.severity == "error" for one in self.found.measurements.problems):
             return
         if self._options.script is not None:
@@ -144,16 +147,35 @@ class Examination:
             record(self._options.script, self.found, self._options.budget_s / 3, self._say)
         self._levels()
 
-    def _wires(self, findings: list[Finding] | None) -> None:
-        host = read_host_identity(self._environ)
+    def _exchange(self, purpose: str, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
         store = limited(self._held, _GATHERED, TIMEOUT_S, own_secret())
-        key, name = "/".join(host.node_key), host.nccl_hostid or host.hostname
+        return exchange_facts(store, range(self.world_size), self.rank, purpose, facts, TIMEOUT_S)
 
-        def exchange(purpose: str, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
-            return exchange_facts(store, range(self.world_size), self.rank, purpose, facts, TIMEOUT_S)
+    def _own_node(self) -> tuple[str, str]:
+        """Return what tells this node from others, and its name."""
+        host = read_host_identity(self._environ)
+        return "/".join(host.node_key), host.nccl_hostid or host.hostname
 
+    def _direct(self) -> None:
+        """Try direct access between devices with its switch on and off, in processes of their own."""
+        key, name = self._own_node()
+        answers = self._exchange("devices", {"key": key, "name": name, **own_facts(self._machine, self._environ)})
+        asked = trials(answers)
+        for access in dict.fromkeys(trial.access for trial in asked):
+            alike = [trial for trial in asked if trial.access is access]
+            self._say(f"{access.what} on and off")
+            mine = next((trial for trial in alike if self.rank in trial.ranks), None)
+            outcomes = [] if mine is None else try_both(mine, self.rank, self._environ)
+            answers = self._exchange(access.what, {"outcomes": [astuple(each) for each in outcomes]})
+            results = [told(trial, answers, self._environ) for trial in alike]
+            self.found.add(direct=(*self.found.measurements.direct, *results))
+            if any(one.used and one.with_it.fault and not one.without.fault for one in results):
+                os.environ[access.variable] = access.off  # or the rest would end like that
+
+    def _wires(self, findings: list[Finding] | None) -> None:
+        key, name = self._own_node()
         problems = [] if findings is None else [vars(one) for one in problems_of(findings)]
-        answers = exchange("findings", {"problems": problems, "key": key, "name": name})
+        answers = self._exchange("findings", {"problems": problems, "key": key, "name": name})
         ranks: dict[str, int] = {}
         for answer in answers:
             ranks[answer["key"]] = ranks.get(answer["key"], 0) + 1
@@ -161,7 +183,7 @@ class Examination:
         told = tuple(Problem(**one) for one in answers[0]["problems"])
         self.found.add(nodes=tuple(names[key] for key in ranks), ranks=tuple(ranks.values()), problems=told)
         if len(ranks) > 1:
-            wires = measure_wires(own_endpoints(self._machine), name, key, self.rank, exchange, self._say)
+            wires = measure_wires(own_endpoints(self._machine), name, key, self.rank, self._exchange, self._say)
             self.found.add(wires=wires)
 
     def _levels(self) -> None:

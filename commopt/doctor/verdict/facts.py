@@ -81,6 +81,37 @@ class Level:
         return max((gbps for _, gbps in self.rates), default=0.0)
 
 
+WRONG, FAILS, HANGS = "adds up wrong numbers", "fails", "hangs"
+"""How a fault begins."""
+
+
+@dataclass(frozen=True)
+class TrialOutcome:
+    """What came of an all_reduce: Gb/s of each rank, None if it did not end well, or why it cannot be trusted."""
+
+    gbps: float | None = None
+    fault: str = ""
+
+
+@dataclass(frozen=True)
+class Direct:
+    """All_reduce with one kind of direct access between devices, and without.
+
+    name: of the node whose GPUs took part, or "all nodes", of which one GPU each did.
+    what: the kind.
+    variable, off: the variable, and its value, that switches it off.
+    used: whether NCCL may use it as things are.
+    """
+
+    name: str
+    what: str
+    variable: str
+    off: str
+    with_it: TrialOutcome
+    without: TrialOutcome
+    used: bool
+
+
 @dataclass(frozen=True)
 class Pace:
     """Matrix products of one rank by itself, in TFLOP/s."""
@@ -151,6 +182,7 @@ class Measurements:
     backend: "gloo" or "nccl".
     unmeasured: why something is missing, "" if nothing is.
     network: the sites that were found; None where they were told, or where there are too few nodes for any.
+    direct: trials of direct access between devices.
     """
 
     nodes: tuple[str, ...]
@@ -164,6 +196,7 @@ class Measurements:
     unmeasured: str = ""
     date: str = ""
     network: Network | None = None
+    direct: tuple[Direct, ...] = ()
 
     @property
     def used(self) -> tuple[InterfaceRates, ...]:

@@ -5,12 +5,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import inf
 from statistics import median
 from typing import Any
 
 from commopt.aggregate.learning import MOST_STEPS
 from commopt.display import significant
-from commopt.doctor.verdict.facts import Gain, InterfaceRates, Level, Measurements, Training, median_of_others
+from commopt.doctor.verdict.facts import (
+    Direct,
+    Gain,
+    InterfaceRates,
+    Level,
+    Measurements,
+    Training,
+    TrialOutcome,
+    median_of_others,
+)
 from commopt.doctor.verdict.wires import CONNECTIONS
 from commopt.probe.network import level_text, settings
 from topology.network import rate_text
@@ -33,12 +43,14 @@ BUSY_SHARE = 0.25
 
 FINE, SLOW = "as it should be", "slow"
 
+_NCCL_LOG = "export NCCL_DEBUG=INFO NCCL_DEBUG_FILE=nccl.%h.%p"
+
 
 @dataclass(frozen=True)
 class Cause:
     """Why something is slow.
 
-    weight: how many times slower than it should be; None where nothing gets through.
+    weight: how many times slower than it should be; None where nothing gets through, or nothing right.
     text: a sentence.
     remedy: a command that can be pasted, or "".
     elsewhere: commands for other hosts.
@@ -86,7 +98,7 @@ class Verdict:
 def judge(found: Measurements) -> Verdict:
     """Return the verdict on measurements: causes by weight, what to try first, and what not to expect."""
     found = replace(found, wires=tuple(_at_least(wire, found) for wire in found.wires))
-    causes = tuple(sorted(_causes(found), key=lambda cause: -(cause.weight or 0.0)))
+    causes = tuple(sorted(_causes(found), key=lambda cause: -(inf if cause.weight is None else cause.weight)))
     measured = bool(found.levels) or any(wire.gbps is not None for wire in found.wires)
     silent = _silent(found)
     if silent is not None:
@@ -143,6 +155,7 @@ def _silent(found: Measurements) -> Cause | None:
 
 
 def _causes(found: Measurements) -> Iterator[Cause]:
+    yield from _direct_access(found)
     other = _other_interface(found)
     slow_nodes = list(_slow_nodes(found))
     if other is not None:
@@ -273,6 +286,37 @@ def _slow_collectives(found: Measurements) -> Iterator[Cause]:
             yield Cause(weight, f"{text}: peer access may be off", "nvidia-smi topo -p2p n")
 
 
+def _direct_access(found: Measurements) -> Iterator[Cause]:
+    """Direct access that breaks, or that makes slower; and where it is switched off, what it would gain."""
+    told: set[tuple[str, str]] = set()
+    for one in found.direct:
+        now, other = (one.with_it, one.without) if one.used else (one.without, one.with_it)
+        alike = [each for each in found.direct if each.what == one.what and now.fault in _faults(each)]
+        if (one.what, now.fault) in told or not (now.fault or _pays(now, other)):
+            continue
+        told.add((one.what, now.fault))
+        ways = [f"with {one.what}", f"without it ({one.variable}={one.off})"]
+        here, there = ways if one.used else ways[::-1]
+        more = f" and {len(alike) - 1} more" if now.fault and len(alike) > 1 else ""
+        gpus, reached = f"NCCL between GPUs of {one.name}{more}", rate_text(other.gbps or 0.0)
+        remedy = f"export {one.variable}={one.off}" if one.used else f"unset {one.variable}"
+        if not now.fault:
+            text = f"{gpus} reaches {rate_text(now.gbps or 0.0)} {here} and {reached} {there}"
+            yield Cause((other.gbps or 0.0) / (now.gbps or 1.0), text, remedy)
+        elif other.fault:
+            yield Cause(None, f"{gpus} {now.fault} {here}, and {other.fault} {there}", _NCCL_LOG)
+        else:
+            yield Cause(None, f"{gpus} {now.fault} {here}; {there} it reaches {reached}", remedy)
+
+
+def _faults(one: Direct) -> tuple[str, str]:
+    return one.with_it.fault, one.without.fault
+
+
+def _pays(now: TrialOutcome, other: TrialOutcome) -> bool:
+    return not other.fault and bool(now.gbps and other.gbps) and (other.gbps or 0.0) >= MORE * (now.gbps or 0.0)
+
+
 def _untold_sites(found: Measurements) -> Iterator[Cause]:
     network = found.network
     if network is not None and network.sites:
@@ -333,7 +377,8 @@ def _sentence(found: Measurements, status: int, causes: Sequence[Cause], alone: 
         why = causes[0].text if causes else found.unmeasured or "no link was measured"
         return f"Could not measure: {why}."
     if status == SLOWER:
-        return f"Slower than it should be: {causes[0].text}."
+        how = "Slower than it should be" if causes[0].weight is not None else "Broken"
+        return f"{how}: {causes[0].text}."
     level, carried = _across(found), _slowest(found.used)
     if level is None:
         return f"As it should be: {_shape(found)}."
