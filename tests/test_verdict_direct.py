@@ -123,7 +123,8 @@ BREAKS = {
 }
 BROKEN = """
 import os, sys
-if os.environ.get("BREAKS") and "NCCL_P2P_DISABLE" not in os.environ and "commopt.doctor.verdict.direct" in sys.orig_argv:
+tries = "commopt.doctor.verdict.direct" in sys.orig_argv
+if tries and os.environ.get("BREAKS") and "NCCL_P2P_DISABLE" not in os.environ:
     import torch.distributed as dist
 {}
 """
