@@ -15,13 +15,19 @@ from torch import Tensor
 from bench.evidence.convergence import report
 from commopt import DGC, Aggregator, Auto, Compressed, Flat, Hierarchical, OneBit, PowerSGD, Quantize, build_preset
 from commopt.aggregate.auto import families
-from commopt.aggregate.learning import LEARNED, LEARNED_LOCAL, steps_to_loss, strength_of
+from commopt.aggregate.learning import (
+    LEARNED,
+    LEARNED_LOCAL,
+    LEARNED_THROUGH_SERVERS,
+    steps_to_loss,
+    strength_of,
+)
 from commopt.feedback import Layout
 from commopt.groups import TeamShape
 from commopt.schedule.candidates import allowed_families, alternatives, one_of_each
 from commopt.schedule.config import makes_plans
 
-NODES, NODE = TeamShape.of((2, 2)), TeamShape.of((4,))
+NODES, NODE, TWO = TeamShape.of((2, 2)), TeamShape.of((4,)), TeamShape.of((1, 1))
 
 
 def gradient() -> tuple[Layout, Tensor]:
@@ -55,7 +61,7 @@ def test_where_sites_are_told_exact_sums_are_timed_both_ways() -> None:
 def test_each_family_has_one_candidate_in_each_form() -> None:
     auto = Auto("quantized+powersgd+bf16")
     families = allowed_families(auto, NODES)
-    found = one_of_each(families, [gradient()], "")
+    found = one_of_each(families, [gradient()], "", NODES)
     names = ["bf16", "quantized", "powersgd"]
     assert {each.name for each in found} == {*names, *(f"hierarchical {name}" for name in names)}
     usual = {each.name: each.strategy for each in found}
@@ -71,7 +77,7 @@ def test_over_told_sites_a_family_may_still_go_between_all_nodes_at_once() -> No
         (single, Compressed(Quantize(4))),
         (several, Hierarchical(Compressed(Quantize(4)), sites=False)),
     ):
-        found = one_of_each(allowed_families(Auto("quantized"), shape), [gradient()], "")
+        found = one_of_each(allowed_families(Auto("quantized"), shape), [gradient()], "", shape)
         assert {each.strategy for each in found} == {repr(other), repr(Hierarchical(Compressed(Quantize(4))))}
         assert len({each.name for each in found}) == 2
 
@@ -94,7 +100,7 @@ def test_the_strength_is_the_strongest_that_learns_nearly_as_fast(
         "onebit": lambda block: Compressed(OneBit(block)),
     }
     auto = Auto("quantized+powersgd+dgc+onebit", dense=("*.bias",))
-    found = {each.name: each for each in one_of_each(allowed_families(auto, NODES), [gradient()], optimizer)}
+    found = {each.name: each for each in one_of_each(allowed_families(auto, NODES), [gradient()], optimizer, TWO)}
     assert set(found) == {form + name for form in ("", "hierarchical ") for name in chosen}
     for name, (strength, steps) in chosen.items():
         plain = made[name](strength).with_dense(("*.bias",))
@@ -110,24 +116,60 @@ def test_of_a_family_that_nobody_measured_the_usual_strength_is_tried() -> None:
 
 
 def test_what_is_said_of_learning_was_measured() -> None:
-    environment, runs = report.read(Path(__file__).parents[1] / "bench/results/convergence.json")
-    steps = environment.settings["gpt"]["steps"]
+    runs, steps = measured_runs("convergence.json")
     strengths = [repr(each) for family in families().values() for each in family.strengths]
     assert set(LEARNED) <= set(strengths)
     assert all(build_preset(learned.preset) == average for average, learned in LEARNED_LOCAL.items())
     for optimizer in ("sgd", "adamw"):
-        mine = [run for run in runs if (run.task, run.optimizer) == ("gpt", optimizer)]
-        dense = {run.seed: run for run in mine if run.strategy == "ddp"}
         for learned in (*LEARNED.values(), *LEARNED_LOCAL.values()):
-            took = [run for run in mine if run.strategy == learned.preset]
             if getattr(learned, optimizer) is None:
                 assert learned not in LEARNED.values()
                 continue
-            assert len(took) >= 3, learned
-            loss = 1.05 * mean(dense[run.seed].loss for run in took)
-            to_dense = mean(dense[run.seed].steps_to(loss) or steps for run in took)
-            measured = mean(run.steps_to(loss) or steps for run in took) / to_dense
-            assert getattr(learned, optimizer) == pytest.approx(max(1.0, measured), abs=0.006), learned
+            measured = max(1.0, measured_steps(runs, steps, optimizer, learned.preset))
+            assert getattr(learned, optimizer) == pytest.approx(measured, abs=0.006), learned
+
+
+def measured_runs(name: str) -> tuple[list[report.Run], int]:
+    environment, runs = report.read(Path(__file__).parents[1] / "bench/results" / name)
+    return runs, environment.settings["gpt"]["steps"]
+
+
+def measured_steps(runs: list[report.Run], steps: int, optimizer: str, strategy: str) -> float:
+    """Return the steps to a loss over stock DDP's, as LEARNED has them."""
+    mine = [run for run in runs if (run.task, run.optimizer) == ("gpt", optimizer)]
+    dense = {run.seed: run for run in mine if run.strategy == "ddp"}
+    took = [run for run in mine if run.strategy == strategy]
+    assert len(took) >= 3, strategy
+    loss = 1.05 * mean(dense[run.seed].loss for run in took)
+    to_dense = mean(dense[run.seed].steps_to(loss) or steps for run in took)
+    return mean(run.steps_to(loss) or steps for run in took) / to_dense
+
+
+def test_sparse_rows_by_way_of_servers_count_with_what_was_measured_there() -> None:
+    files = [measured_runs(f"convergence_sparse_{nodes}.json") for nodes in (4, 8)]
+    assert set(LEARNED_THROUGH_SERVERS) < set(LEARNED)
+    for learned in LEARNED_THROUGH_SERVERS.values():
+        for optimizer in ("sgd", "adamw"):
+            measured = max(measured_steps(*found, optimizer, learned.preset) for found in files)
+            assert getattr(learned, optimizer) == pytest.approx(measured, abs=0.006), learned
+
+
+@pytest.mark.parametrize(
+    ("nodes", "sites", "flat", "hierarchical"),
+    [
+        ((1, 1), (), 1.21, 1.21),
+        ((2, 2), (), 1.89, 1.21),
+        ((1,) * 4, (), 1.89, 1.89),
+        ((1,) * 4, ((0, 0, 1, 1),), 1.89, 1.21),
+    ],
+)
+def test_it_counts_how_many_ranks_exchange_rows(
+    nodes: tuple[int, ...], sites: tuple[tuple[int, ...], ...], flat: float, hierarchical: float
+) -> None:
+    shape, average = TeamShape.of(nodes, sites=sites), Compressed(DGC(0.05))
+    assert steps_to_loss(average, "adamw", shape) == flat
+    assert steps_to_loss(Hierarchical(average), "adamw", shape) == hierarchical
+    assert steps_to_loss(Compressed(Quantize(4)), "adamw", shape) == 1.00
 
 
 def test_a_gradient_that_tells_nothing_is_refused() -> None:
@@ -135,7 +177,7 @@ def test_a_gradient_that_tells_nothing_is_refused() -> None:
     families = allowed_families(Auto("quantized"), NODE)
     for bad, words in ((torch.zeros_like(values), "all gradients are zero"), (values / 0, "not finite")):
         with pytest.raises(FloatingPointError, match=words):
-            one_of_each(families, [(layout, bad)], "")
+            one_of_each(families, [(layout, bad)], "", NODE)
 
 
 def test_what_is_left_out_of_a_matrix_is_beyond_the_rank() -> None:

@@ -10,7 +10,7 @@ bench.gpu.exposed measured. It loads nothing.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from bench.evidence.scaling.presets import Cell
 from bench.evidence.scaling.presets import read as read_cells
 from bench.gpu.exposed import read as read_exposed
 from commopt import pages
-from commopt.aggregate.learning import LEARNED
+from commopt.aggregate.learning import LEARNED, LEARNED_THROUGH_SERVERS, StepsToLoss
 from commopt.command_line import CommandParser, output_file
 from commopt.simulate.scaling import LOSSLESS, STOCK
 
@@ -32,11 +32,19 @@ _DIGITS = 2  # of milliseconds
 def steps_to_a_loss() -> dict[str, dict[str, float]]:
     """Return, by strategy and optimizer, the steps to a loss over those of exact averages; only what was measured."""
     found = {name: dict.fromkeys(OPTIMIZERS, 1.0) for name in (STOCK, *LOSSLESS)}
-    for learned in LEARNED.values():
-        for name in {learned.preset, learned.preset.removeprefix("hierarchical_")}:
-            steps = {each: learned.with_optimizer(each) for each in OPTIMIZERS}
-            found[name] = {each: value for each, value in steps.items() if value is not None}
-    return found
+    return found | {name: steps for learned in LEARNED.values() for name, steps in _by_name(learned, learned.preset)}
+
+
+def steps_of_many() -> dict[str, dict[str, float]]:
+    """Return the same of those that are others where more than two ranks compress for each other."""
+    served = LEARNED_THROUGH_SERVERS.items()
+    return {name: steps for key, learned in served for name, steps in _by_name(learned, LEARNED[key].preset)}
+
+
+def _by_name(learned: StepsToLoss, preset: str) -> Iterator[tuple[str, dict[str, float]]]:
+    steps = {each: value for each in OPTIMIZERS if (value := learned.with_optimizer(each)) is not None}
+    for name in {preset, preset.removeprefix("hierarchical_")}:
+        yield name, steps
 
 
 def grid(cells: Sequence[Cell], gpus_per_node: int) -> list[dict[str, Any]]:
@@ -83,7 +91,12 @@ def write(file: Path) -> None:
         given, cells = read_cells(path)
         headers.append(given)
         points += grid(cells, given.gpus_per_node)
-    data = {"points": points, "steps": steps_to_a_loss(), "measured": measured(MEASURED)}
+    data = {
+        "points": points,
+        "steps": steps_to_a_loss(),
+        "many": steps_of_many(),
+        "measured": measured(MEASURED),
+    }
     pages.write_page(
         file,
         _TEMPLATE,

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from commopt.aggregate import Aggregator, Hierarchical, LocalSGD
 from commopt.compress import OneBit
+from commopt.groups import TeamShape
 
 MOST_STEPS = 1.05  # a strength that takes more gives way to a weaker one of the family, where there is one
 
@@ -58,29 +59,51 @@ LEARNED_LOCAL = {
 }
 
 
-def steps_to_loss(strength: Aggregator, optimizer: str) -> float | None:
+# From three ranks on long sparse rows go by way of servers, which select a second time. The larger figures of four and
+# eight nodes, as above but for 400 steps and three seeds: bench/results/convergence_sparse_4.json and _8.json, where
+# `preset` is the name.
+LEARNED_THROUGH_SERVERS = {
+    "Compressed(DGC(density=0.05))": StepsToLoss("ThroughServers(DGC(density=0.05))", 1.15, 1.89),
+    "Compressed(DGC(density=0.01))": StepsToLoss("ThroughServers(DGC(density=0.01))", 1.58, 2.70),
+}
+
+
+def steps_to_loss(strength: Aggregator, optimizer: str, team: TeamShape | None = None) -> float | None:
     """Return the steps to a loss over those of exact averages, None where nobody measured.
 
     strength: in any form.
     optimizer: as StepsToLoss.with_optimizer has it.
+    team: whose average it is; None: of two ranks.
     """
     inner: Any = strength.inter if isinstance(strength, Hierarchical) else strength
-    learned = LEARNED.get(repr(replace(inner, dense=()) if getattr(inner, "dense", ()) else inner))
+    name = repr(replace(inner, dense=()) if getattr(inner, "dense", ()) else inner)
+    served = LEARNED_THROUGH_SERVERS if team is not None and _ranks_across(strength, team) > 2 else {}
+    learned = served.get(name) or LEARNED.get(name)
     return None if learned is None else learned.with_optimizer(optimizer)
 
 
-def strength_of(strengths: Sequence[Aggregator], usual: int, optimizer: str) -> tuple[int, float]:
+def _ranks_across(strength: Aggregator, team: TeamShape) -> int:
+    """Return how many ranks compress for each other."""
+    if not isinstance(strength, Hierarchical):
+        return team.size
+    return len(set(team.wire.sites[-1])) if strength.sites and team.wire.sites else team.node_count
+
+
+def strength_of(
+    strengths: Sequence[Aggregator], usual: int, optimizer: str, team: TeamShape | None = None
+) -> tuple[int, float]:
     """Return the place of the strength to try, and its steps to a loss.
 
     It is the strongest that takes MOST_STEPS at most, or the weakest if all take more. If none was measured, it is the
     usual one, with 1.
 
     strengths: the weakest first.
+    team: as steps_to_loss has it.
     """
     known = [
         (place, steps)
         for place, strength in enumerate(strengths)
-        if (steps := steps_to_loss(strength, optimizer)) is not None
+        if (steps := steps_to_loss(strength, optimizer, team)) is not None
     ]
     if not known:
         return usual, 1.0

@@ -176,8 +176,10 @@ class Candidate:
         return replace(outcome, step_us=self.measured.step.value, exposed_us=self.measured.exposed.value)
 
 
-def one_of_each(allowed: Sequence[Candidates[Aggregator]], gradients: Gradients, optimizer: str) -> list[Candidate]:
-    """Return one candidate of each family: the strength that `strength_of` names for the optimizer.
+def one_of_each(
+    allowed: Sequence[Candidates[Aggregator]], gradients: Gradients, optimizer: str, team: TeamShape
+) -> list[Candidate]:
+    """Return one candidate of each family: the strength that `strength_of` names for the optimizer and the team.
 
     A strength that encodes some gradient to no number is left out. Raises FloatingPointError when a gradient is not
     finite, or all are zero: such a step tells nothing, measure another one.
@@ -192,7 +194,7 @@ def one_of_each(allowed: Sequence[Candidates[Aggregator]], gradients: Gradients,
         raise FloatingPointError(f"{what}; measure another step")
     found = []
     for family in allowed:
-        place, steps = strength_of(family.strengths, family.usual, optimizer)
+        place, steps = strength_of(family.strengths, family.usual, optimizer, team)
         strength = family.strengths[place]
         error = sqrt(sum(strength.squared_error(layout, buffer) for layout, buffer in gradients) / square)
         if isfinite(error):

@@ -210,12 +210,13 @@ class Coordinator:
         found = [Candidate(_PLAIN.get(name, str(each)), name) for name, each in self._alike.items()]
         if self._auto is not None:
             try:
-                found += one_of_each(self._families, point.gradients, point.optimizer) if self._families else []
+                known = (point.gradients, point.optimizer, self._team)
+                found += one_of_each(self._families, *known) if self._families else []
                 if point.strategy not in [each.strategy for each in found]:
                     # The choice of an earlier run, of another strength of the family.
                     running = self._strategies[point.strategy]
                     alone = Candidates(str(running), (running,))
-                    found += one_of_each([alone], point.gradients, point.optimizer)
+                    found += one_of_each([alone], *known)
             except FloatingPointError as error:
                 return json.dumps(str(error))
         return json.dumps([asdict(each) for each in found])
