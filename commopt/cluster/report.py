@@ -76,10 +76,10 @@ def path_lines(result: Result) -> Iterator[str]:
     done = result.relays.values()
     if done:
         sent, lost = sum(each.sent for each in done), sum(each.lost for each in done)
-        yield (
-            f"delay and loss: by relays, for want of netem: {sent} packets carried, {lost} lost "
-            f"({lost / max(sent + lost, 1):.3%}), at most {max(each.latest_us for each in done) / 1000:.1f} ms late"
-        )
+        late_ms, latest_ms = sum(each.late_us for each in done) / 1e3, max(each.latest_us for each in done) / 1e3
+        share = lost / max(sent + lost, 1)
+        yield f"delay and loss: by relays, for want of netem: {sent} packets carried, {lost} lost ({share:.3%})"
+        yield f"relays: packets were {late_ms / max(sent, 1):.2f} ms late on average, {latest_ms:.1f} ms at most"
     for node_rank, each in result.relays.items():
         if missed := each.missed + each.overflowed:
             yield (
