@@ -19,6 +19,7 @@ from commopt.cluster.cli import EmulatedCluster
 from commopt.cluster.commands import ClusterUnavailableError
 from commopt.cluster.link import EmulatedLink
 from commopt.cluster.network import Counters, LinkTraffic, link_rate, traffic
+from commopt.cluster.relay_process import RelayError
 from commopt.cluster.report import NodeTraffic, Result
 from commopt.cluster.sites import EmulatedSites, site_options
 
@@ -30,6 +31,7 @@ __all__ = [
     "EmulatedSites",
     "LinkTraffic",
     "NodeTraffic",
+    "RelayError",
     "Result",
     "link_rate",
     "site_options",

@@ -143,6 +143,7 @@ class EmulatedNetwork:
         self.name = f"commopt-{os.getpid()}-{next(_SERIAL)}"
         self.nodes = tuple(f"{self.name}-node{node_rank}" for node_rank in range(len(links)))
         self._relays: dict[int, Relay] = {}
+        self._sends_whole = False
         self._hub = f"{self.name}-hub"
 
     def build(self) -> None:
@@ -166,11 +167,12 @@ class EmulatedNetwork:
             ip("-n", node, "link", "add", INTERFACE, "type", "veth", "peer", "name", port, "netns", self._hub)
             ip("-n", node, "address", "add", f"{address(node_rank)}/24", "dev", INTERFACE)
             self._plug(port, f"br{self._site_of[node_rank]}")
-            self._shape(node_rank, self.links[node_rank])
             _up(node, INTERFACE)
             ip("-n", node, "route", "change", _SUBNET, "dev", INTERFACE, *_ROUTE, "src", address(node_rank))
             _up(node, "lo")
             run(self.enter(node_rank, ["true"]))
+        for node_rank, link in enumerate(self.links):
+            self._shape(node_rank, link)
 
     def _build_sites(self) -> None:
         sites = sorted(set(self._site_of))
@@ -224,8 +226,10 @@ class EmulatedNetwork:
     def _shape(self, node_rank: int, link: EmulatedLink) -> None:
         node, port = self.nodes[node_rank], f"node{node_rank}"
         netem = link.is_impaired and self.has_netem
-        if link.is_impaired:
-            run(self.enter(node_rank, program("whole", INTERFACE)))
+        if link.is_impaired and not self._sends_whole:
+            self._sends_whole = True
+            for sender in range(len(self.nodes)):
+                run(self.enter(sender, program("whole", INTERFACE)))
         for arguments in link.near_end(netem):
             tc("-n", node, "qdisc", "add", "dev", INTERFACE, *arguments)
         for arguments in link.far_end():
