@@ -60,7 +60,7 @@ def test_a_relay_loses_the_share_that_was_asked_and_the_same_frames_again(loss: 
         line = DelayLine(seed, count, 0.0, loss)
         for frame in frames(count):
             line.enter(frame, 0.0)
-        found = [frame for _ in range(count) if (frame := line.leave(0.0)) is not None]
+        found = [kept for _ in range(count) if (kept := line.leave(0.0)) is not None]
         assert (line.sent, line.sent + line.lost) == (len(found), count)
         return found
 
