@@ -247,7 +247,7 @@ for peer in (1, 2):  # in the site of rank 0, and in the other one
     took[peer] = time.perf_counter() - start
 dist.barrier()
 if rank == 0:
-    print(json.dumps([took, os.environ.get("COMMOPT_SITE"), os.environ["BENCH_CLUSTER_SITES"]]))
+    print(json.dumps([took, os.environ.get("COMMOPT_SITE"), os.environ["BENCH_CLUSTER_OPTIONS"]]))
 dist.destroy_process_group()
 """
 

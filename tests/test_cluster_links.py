@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import math
@@ -17,7 +18,16 @@ from pathlib import Path
 
 import pytest
 
-from commopt.cluster import Counters, EmulatedCluster, EmulatedLink, EmulatedSites, LinkTraffic, RelayError
+from commopt.cluster import (
+    Counters,
+    EmulatedCluster,
+    EmulatedLink,
+    EmulatedSites,
+    LinkTraffic,
+    RelayError,
+    cluster_options,
+)
+from commopt.cluster.cli import add_arguments
 from commopt.cluster.events import LinkEvent, LinkTimeline, read_cuts, read_links
 from commopt.cluster.relay import DelayLine, RelayCounters
 from commopt.cluster.report import Result, path_lines
@@ -136,6 +146,19 @@ def test_an_event_lasts_as_long_as_was_said() -> None:
 def test_what_cannot_be_is_refused(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_ranks_know_the_options_that_made_their_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    sites = EmulatedSites((1, 1), "5mbit")
+    cluster = EmulatedCluster(2, 1, "9mbit", "1ms", sites, "1%", ["1:rate=5mbit"], ["1@3s"], ["0@3s/1s"])
+    monkeypatch.setenv("BENCH_CLUSTER_OPTIONS", cluster._environment(0)["BENCH_CLUSTER_OPTIONS"])
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    again = parser.parse_args(["--rate", "9mbit", *cluster_options(), "script.py"])
+    assert (again.delay, again.loss, again.node_links) == ("1ms", "1%", ["1:rate=5mbit"])
+    assert (again.cuts, again.flaps, again.sites, again.site_rate) == (["1@3s"], ["0@3s/1s"], [1, 1], "5mbit")
+    monkeypatch.setenv("BENCH_CLUSTER_OPTIONS", EmulatedCluster()._environment(0)["BENCH_CLUSTER_OPTIONS"])
+    assert cluster_options() == []
 
 
 def test_the_report_says_who_made_delay_and_loss_and_how_well() -> None:

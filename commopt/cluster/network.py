@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import threading
@@ -23,6 +25,7 @@ from commopt.cluster.relay_process import Relay, program
 
 INTERFACE = "eth0"
 RATE_VARIABLE = "BENCH_CLUSTER_RATE"
+OPTIONS_VARIABLE = "BENCH_CLUSTER_OPTIONS"
 PROC_FILES = ("/proc/net/dev", "/proc/net/snmp")  # the input of LinkTraffic.parse
 
 # Ethernet 14, IPv4 20, TCP with timestamps 32.
@@ -101,6 +104,11 @@ def link_rate() -> str | None:
     return os.environ.get(RATE_VARIABLE)
 
 
+def cluster_options() -> list[str]:
+    """Return the options of `commopt cluster` around this process, beside those of nodes, ranks and rate."""
+    return shlex.split(os.environ.get(OPTIONS_VARIABLE, ""))
+
+
 def traffic() -> LinkTraffic:
     """Return the counters of this process's node, which all its ranks share.
 
@@ -122,6 +130,8 @@ _NAMESPACES = Path("/run/netns")
 _CONFIGURATIONS = Path("/etc/netns")  # `ip netns exec NAME` sees NAME/hosts here as /etc/hosts
 _SERIAL = itertools.count()
 _KILL_TIMEOUT_S = 10
+RELAY_BPS = 1e9
+"""More than this takes all of a processor for one relay."""
 
 
 class EmulatedNetwork:
@@ -238,6 +248,11 @@ class EmulatedNetwork:
             self._insert_relay(node_rank)
         if node_rank in self._relays:
             self._relays[node_rank].set(link.delay_us, link.loss)
+
+    @property
+    def is_faster_than_relays(self) -> bool:
+        """Whether a node with a relay may send more than that carries."""
+        return any((self.links[node_rank].send_bps or math.inf) > RELAY_BPS for node_rank in self._relays)
 
     @cached_property
     def has_netem(self) -> bool:
