@@ -10,16 +10,18 @@ import math
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from commopt.cluster import (
+    ClusterUnavailableError,
     Counters,
     EmulatedCluster,
     EmulatedLink,
@@ -27,6 +29,8 @@ from commopt.cluster import (
     LinkTraffic,
     RelayError,
     cluster_options,
+    network,
+    relay_process,
 )
 from commopt.cluster.cli import add_arguments
 from commopt.cluster.events import LinkEvent, LinkTimeline, read_cuts, read_links
@@ -96,6 +100,41 @@ def test_netem_delays_and_loses_where_the_kernel_has_it_and_rates_stay_the_kerne
     assert netem[3:] == ["netem", "delay", "20000us", "loss", "0.0100000%", "limit", "100000"]
     assert link.near_end(netem=False) == [["root", *tbf[2:]]]
     assert EmulatedLink.parse("none", loss="1%").near_end(netem=False) == []
+
+
+@pytest.mark.parametrize("netem", [True, False])
+def test_no_relay_runs_where_the_kernel_has_netem(netem: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    commands: list[str] = []
+    relays: list[str] = []
+
+    class FakeRelay:
+        def __init__(self, name: str, enter: Sequence[str], seed: str, limit: int, ports: tuple[str, str]) -> None:
+            relays.append(name)
+
+        def set(self, delay_us: int, loss: float) -> None:
+            relays.append(f"{delay_us} {loss}")
+
+        def close(self) -> None:
+            pass
+
+    def fake(*words: str) -> str:
+        commands.append(" ".join(words))
+        if "netem" in words and not netem:
+            raise ClusterUnavailableError("Specified qdisc kind is unknown")
+        return ""
+
+    for name, replacement in (("ip", fake), ("tc", fake), ("run", lambda words: fake(*words)), ("Relay", FakeRelay)):
+        monkeypatch.setattr(network, name, replacement)
+    monkeypatch.setattr(network, "_CONFIGURATIONS", tmp_path)
+    monkeypatch.setattr(network, "check_tools", lambda: None)
+    made = network.EmulatedNetwork([EmulatedLink.parse("9mbit"), EmulatedLink.parse("9mbit", "5ms", "1%")])
+    made.build()
+    impaired = f"-n {made.nodes[1]} qdisc add dev eth0 root handle 1: netem delay 5000us loss 1.0000000% limit 100000"
+    assert (impaired in commands) == netem
+    assert relays == ([] if netem else ["the relay of node 1", "5000 0.01"])
+    whole = [each for each in commands if each.endswith("whole eth0")]
+    assert [each.split()[3] for each in whole] == list(made.nodes)  # also of the node whose link is not impaired
+    made.remove()
 
 
 def test_links_of_single_nodes_and_their_changes() -> None:
@@ -374,8 +413,20 @@ def test_a_relay_that_dies_ends_the_run_and_is_named(tmp_path: Path) -> None:
         with pytest.raises(
             RelayError, match=r"the relay of node 1 ended with status -9: nothing gets through its link"
         ):
-            cluster.run([str(script)], env={"VICTIM": str(relay._process.pid)}, timeout_s=limit(120))
-        assert time.monotonic() - begun < limit(60)
+            cluster.run([str(script)], env={"VICTIM": str(relay._process.pid)}, timeout_s=limit(60))
+        assert time.monotonic() - begun < limit(40)
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("leaves_nothing")
+def test_a_relay_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with EmulatedCluster(1, 1) as cluster:
+        monkeypatch.setattr(cluster._network, "has_netem", False)
+        cluster.reshape(0, "none", "1ms")
+        monkeypatch.setattr(relay_process, "_ANSWERS_WITHIN_S", 0.3)
+        os.kill(cluster._network._relays[0]._process.pid, signal.SIGSTOP)
+        with pytest.raises(RelayError, match=r"the relay of node 0 has not answered for 0.3 s"):
+            cluster.reshape(0, "none", "2ms")
 
 
 TRAIN = """
