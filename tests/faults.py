@@ -535,7 +535,7 @@ FAULTS: tuple[Fault, ...] = (
         "if not self._frames or self._frames[0][0] > now_s:",
         "if not self._frames:",
         "cluster: links as asked for",
-        ("test_cluster_links",),
+        ("test_cluster_relay",),
     ),
     Fault(
         "a relay that has ended is not noticed",
