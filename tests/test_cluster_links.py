@@ -346,7 +346,6 @@ TRAIN = """
 """
 
 
-@pytest.mark.slow
 @pytest.mark.cluster
 def test_the_command_cuts_a_link_and_reports_what_was_sent_again(tmp_path: Path) -> None:
     script = tmp_path / "train.py"

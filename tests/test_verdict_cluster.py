@@ -97,7 +97,6 @@ def test_a_node_with_a_slower_link_is_named() -> None:
     assert f"$ ethtool eth0 # on {slow}" in " ".join(result.stdout.split())
 
 
-@pytest.mark.slow
 def test_one_stream_on_a_long_path_is_named_with_the_number_that_carries_more() -> None:
     with EmulatedCluster(nodes=2, ranks_per_node=1, rate="200mbit", delay="20ms", loss="0.01%") as cluster:
         result = measured(cluster)
