@@ -283,7 +283,7 @@ GATE: dict[str, tuple[str, ...]] = {
     "a slow network is emulated": ("test_cluster.py::test_command_line_runs_a_module_and_reports",),
     "a lossy network is emulated, too": (
         "test_cluster_links.py::test_a_round_trip_takes_the_delays_of_both_nodes",
-        "test_cluster_links.py::test_the_command_cuts_a_link_and_reports_what_was_sent_again",
+        "test_cluster_links.py::test_the_command_cuts_a_link_and_reports_retransmissions",
         "test_verdict_cluster.py::test_one_stream_on_a_long_path_is_named_with_the_number_that_carries_more",
     ),
     "it trains in Lightning, Accelerate and Transformers": (

@@ -347,7 +347,7 @@ TRAIN = """
 
 
 @pytest.mark.cluster
-def test_the_command_cuts_a_link_and_reports_what_was_sent_again(tmp_path: Path) -> None:
+def test_the_command_cuts_a_link_and_reports_retransmissions(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(TRAIN))
     options = ["--ranks-per-node", "1", "--delay", "2ms", "--loss", "1%", "--cut", "1@1s+500ms"]

@@ -49,7 +49,7 @@ class Result:
 
 def show(result: Result, rate: str, sites: EmulatedSites) -> None:
     """Print the report on stderr."""
-    headings = "node,ranks,sent MiB,sent packets,received MiB,received packets,inside MiB,sent again"
+    headings = "node,ranks,sent MiB,sent packets,received MiB,received packets,inside MiB,retransmitted"
     rows = [headings.split(",")]
     for node in result.nodes:
         link, inside = node.traffic.link, node.traffic.loopback
@@ -58,7 +58,7 @@ def show(result: Result, rate: str, sites: EmulatedSites) -> None:
         figures = (node.node_rank, node.ranks, sent, link.tx_packets, received, link.rx_packets, kept, again)
         rows.append([*map(str, figures)])
     title = f"{len(result.nodes)} nodes at {rate}, {result.seconds:.1f} s"
-    caption = "inside: between the ranks of a node. sent again: TCP segments, and their share of packets"
+    caption = "inside: between the ranks of a node. retransmitted: TCP segments, and their share of packets"
     show_table(title, rows, 0, caption, sys.stderr)
     if result.sites:
         rows = [["site", "nodes", "sent MiB", "received MiB"]]
