@@ -106,6 +106,8 @@ def test_one_connection_that_does_not_fill_the_link() -> None:
     verdict = judge(replace(HEALTHY, wires=wires, levels=(level(2.4),)))
     assert "2.50 Gb/s is reached over eth0, and 4 connections carry 3.8 times as much" in verdict.sentence
     assert verdict.first == "export GLOO_SOCKET_IFNAME=eth0,eth0,eth0,eth0"
+    far = judge(replace(HEALTHY, wires=tuple(replace(each, latency_us=40_200) for each in wires), levels=(level(2.4),)))
+    assert "2.50 Gb/s is reached over eth0 by one stream on a path of 40 ms, and 4 connections" in far.sentence
 
 
 def test_a_disturbed_test_of_an_interface_blames_nobody_where_collectives_got_more_through_it() -> None:
