@@ -22,6 +22,7 @@ from commopt import (
     Communicator,
     Compressed,
     ConfigurationError,
+    Feedback,
     Flat,
     Hierarchical,
     Layout,
@@ -129,6 +130,22 @@ def test_a_value_that_is_no_number_reaches_every_rank(network: str) -> None:
 )
 def test_no_level_loses_a_residual(network: str, strategy: str, dtype: str) -> None:
     check(run_in(network, keep_books, strategy, dtype, MIDDLE))
+
+
+def train_with_short_residuals(rank: int, world_size: int, aggregator: Aggregator) -> str:
+    training = Training(rank, world_size, aggregator)
+    for _ in range(4):
+        training.step()
+    return training.digest()
+
+
+@pytest.mark.parametrize("network", ["2 x 2 x 2", "(2+1) x (2+1+3)", "racks"])
+@pytest.mark.parametrize("inside", ["nearest", "stochastic", None])
+def test_residuals_rounded_at_random_leave_all_ranks_with_the_same(network: str, inside: str | None) -> None:
+    feedback = Feedback(dtype=torch.bfloat16)
+    intra = None if inside is None else Compressed(Quantize(8, 64, rounding=inside), feedback)  # type: ignore[arg-type]
+    aggregator = Hierarchical(Compressed(Quantize(4, 64), feedback), intra=intra)
+    assert len(set(run_in(network, train_with_short_residuals, aggregator))) == 1
 
 
 def poisoned(rank: int, world_size: int) -> tuple[list[bool], float, int]:
