@@ -501,6 +501,20 @@ def test_replicas_of_fsdp_in_sites_train_as_stock_ones() -> None:
             assert torch.equal(rough, replica)
 
 
+def cluster_of_replicas(rank: int, world_size: int, site: str | None) -> list[str]:
+    """Return the sites that the state of a model has, and those of this rank's replicas."""
+    with attached(Made(mesh=hsdp_mesh(4, 2))(), Hierarchical(), site=site and f"{site}{rank // 4}") as state:
+        replicas = next(iter(state._registration.replicas.values())).client.membership.cluster
+        return [str(state.cluster), str(replicas)]
+
+
+def test_a_site_that_the_script_tells_counts_for_replicas_of_fsdp_too() -> None:
+    nodes = NETWORKS["2 x 2 x 2"].nodes
+    told = run(cluster_of_replicas, 8, "room", nodes=nodes)
+    assert told == run_in("2 x 2 x 2", cluster_of_replicas, None)
+    assert all("2 sites" in cluster for cluster in told[0])
+
+
 def trained(rank: int, world_size: int, choice: Aggregator) -> list[Tensor]:
     torch.manual_seed(0)
     ddp = DistributedDataParallel(nn.Linear(64, 64))
