@@ -22,6 +22,7 @@ from commopt import (
     Communicator,
     Compressed,
     ConfigurationError,
+    Feedback,
     Flat,
     Hierarchical,
     Layout,
@@ -129,6 +130,22 @@ def test_a_value_that_is_no_number_reaches_every_rank(network: str) -> None:
 )
 def test_no_level_loses_a_residual(network: str, strategy: str, dtype: str) -> None:
     check(run_in(network, keep_books, strategy, dtype, MIDDLE))
+
+
+def train_with_short_residuals(rank: int, world_size: int, aggregator: Aggregator) -> str:
+    training = Training(rank, world_size, aggregator)
+    for _ in range(4):
+        training.step()
+    return training.digest()
+
+
+@pytest.mark.parametrize("network", ["2 x 2 x 2", "(2+1) x (2+1+3)", "racks"])
+@pytest.mark.parametrize("inside", ["nearest", "stochastic", None])
+def test_residuals_rounded_at_random_leave_all_ranks_with_the_same(network: str, inside: str | None) -> None:
+    feedback = Feedback(dtype=torch.bfloat16)
+    intra = None if inside is None else Compressed(Quantize(8, 64, rounding=inside), feedback)  # type: ignore[arg-type]
+    aggregator = Hierarchical(Compressed(Quantize(4, 64), feedback), intra=intra)
+    assert len(set(run_in(network, train_with_short_residuals, aggregator))) == 1
 
 
 def poisoned(rank: int, world_size: int) -> tuple[list[bool], float, int]:
@@ -482,6 +499,20 @@ def test_replicas_of_fsdp_in_sites_train_as_stock_ones() -> None:
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
             torch.testing.assert_close(one, rough, rtol=0.1, atol=0.1)
             assert torch.equal(rough, replica)
+
+
+def cluster_of_replicas(rank: int, world_size: int, site: str | None) -> list[str]:
+    """Return the sites that the state of a model has, and those of this rank's replicas."""
+    with attached(Made(mesh=hsdp_mesh(4, 2))(), Hierarchical(), site=site and f"{site}{rank // 4}") as state:
+        replicas = next(iter(state._registration.replicas.values())).client.membership.cluster
+        return [str(state.cluster), str(replicas)]
+
+
+def test_a_site_that_the_script_tells_counts_for_replicas_of_fsdp_too() -> None:
+    nodes = NETWORKS["2 x 2 x 2"].nodes
+    told = run(cluster_of_replicas, 8, "room", nodes=nodes)
+    assert told == run_in("2 x 2 x 2", cluster_of_replicas, None)
+    assert all("2 sites" in cluster for cluster in told[0])
 
 
 def trained(rank: int, world_size: int, choice: Aggregator) -> list[Tensor]:

@@ -359,6 +359,25 @@ def test_weights_of_a_forward_without_a_backward_are_forgotten() -> None:
     assert run(abandoned, 2) == [True, True]
 
 
+def looked_at(rank: int, world_size: int) -> tuple[str, list[int]]:
+    """The first rank looks at the model between two steps, in a forward with gradients that it makes alone."""
+    training = Training(rank, world_size, Flat(), weight=lambda rank, step: rank + step + 1.0)
+    training.ddp.broadcast_buffers = False
+    for _ in range(4):
+        training.step()
+        if rank == 0:
+            training.ddp(gradients(0, 100))
+    found = training.comm._registration.sent._known.items()
+    calls = [alike.before[0] for key, alike in found if isinstance(key, tuple) and key[0] == "weights"]
+    return training.digest(), calls
+
+
+def test_a_forward_that_one_rank_makes_alone_exchanges_no_weights() -> None:
+    digests, calls = zip(*run(looked_at, 3), strict=True)
+    assert_identical(list(digests))
+    assert calls == ([4], [4], [4])
+
+
 # ------------------------------------------------------------------------------------------- rounds
 
 

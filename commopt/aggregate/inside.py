@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from commopt.aggregate.residuals import add_rounding_error
 from commopt.aggregate.rows import Region, Shard, ShardedBuffer
 from commopt.aggregate.shards import Division, division, reshard, shard_memory
 from commopt.aggregate.sums import LinearAggregator
-from commopt.compress import Cast, Encoding, ErrorFeedback, Quantize, RngKey
+from commopt.compress import Cast, Encoding, ErrorFeedback, Quantize
 from commopt.errors import ConfigurationError
 from commopt.feedback import BufferContext, Layout
 from commopt.groups import Team, TeamShape
@@ -106,15 +105,14 @@ class Rows:
         sites: how many do so with the same shards.
         """
         rows, scratch, dtype = self.rows, context.scratch, self.buffer.dtype
-        inside = context.within("intra", context.layout)
+        # Not as this rank: all sites round alike, values and residuals.
+        inside = replace(context.within("intra", context.layout), rank=team.rank)
         sent = rows.take(1, "sent", scratch, shard.device).zero_()
         residuals = []
         for region in rows.formats[team.rank].regions:
             residual = self._residual(region, shard, sites, inside)
             residuals.append((region, residual))
-            # Not this rank's key: all sites round alike.
-            key = RngKey(crc32(f"{inside.path} server".encode()) | team.rank << 32, context.step, context.number)
-            encoding = Encoding(region.chunk_numel, 1.0, residual, key)
+            encoding = Encoding(region.chunk_numel, 1.0, residual, inside.rng_key("server"))
             region.compressor.compress(region.read(shard, scratch), region.payload(sent), encoding)
         received = rows.take(team.size, "received", scratch, shard.device)
         team.all_gather(received.view(-1), sent.view(-1))

@@ -111,9 +111,9 @@ class AttachOptions:
         default=None,
         metadata=_rules(
             'which gradients travel together. "ddp", the default, leaves DDP\'s buckets alone, and follows no '
-            'plan of a checkpoint; "adaptive", the default for "auto" and for "hierarchical" over sites, measures and '
-            "plans, starting from a checkpoint's plan if it has one; a Plan (or the path of a saved one) is followed. "
-            "If ranks differ, all follow rank 0's. attach reads COMMOPT_PLAN where none is given.",
+            'plan of a checkpoint; "adaptive", the default for "auto" and for "hierarchical..." over sites, measures '
+            "and plans, starting from a checkpoint's plan if it has one; a Plan (or the path of a saved one) is "
+            "followed. If ranks differ, all follow rank 0's. attach reads COMMOPT_PLAN where none is given.",
             refused={"replicated": f"{_OF_DDP}: {_GROUPS}", "sharded": f"{_OF_DDP}: {_GROUPS}"},
             fits_all="ddp",
         ),

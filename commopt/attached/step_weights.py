@@ -77,6 +77,11 @@ class StepWeights:
             self._given, self._problem = _INVALID, error
             raise
 
+    @property
+    def given(self) -> bool:
+        """Whether this rank has a weight for the next averaged backward."""
+        return self._given is not None
+
     def begin(
         self, client: LaneClient, team: Team | None, steps: int, device: torch.device, *, shadowed: bool = False
     ) -> None:

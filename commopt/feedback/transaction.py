@@ -98,7 +98,7 @@ class Transaction:
 
         A step that sends a buffer twice, and commits at its end, gets the values staged the first time.
         rank: this one's, global, so that ranks round by random bits of their own: equal errors would add up where
-        others cancel.
+        others cancel. Of a residual that several ranks keep alike, a number that they have in common.
         """
         before = self._staged.get(residual)
         if before is not None:
@@ -191,7 +191,7 @@ class Transaction:
         # No host sync on a GPU, except for residuals that are flushed: in a few steps after a change.
         known = finite.device.type == "cpu" or any(residual.flushing for residual in self._staged)
         committed = {} if known and not finite else self._staged
-        for number, (residual, (staged, rank)) in enumerate(committed.items()):
+        for residual, (staged, rank) in committed.items():
             if known and residual.flushing:
                 self.remove(residual)
             elif residual.used_on is not None:
@@ -200,8 +200,9 @@ class Transaction:
                 residual.values, residual.spare = staged, residual.values
             else:
                 if residual.values.dtype != torch.float32:
-                    seed = crc32(f"{residual.path} {residual.kind} {number} of {rank} {self.steps}".encode())
-                    staged = round_stochastically(staged, seed)
+                    # By what it is of, not by its place: sites that keep the same may keep more beside it, or less.
+                    what = f"{residual.path} {residual.kind} {residual.layout.pieces[:1]} of {rank} {self.steps}"
+                    staged = round_stochastically(staged, crc32(what.encode()))
                 if known:
                     whole = parts_of([(0, 0, staged.numel())])
                     if not copy_parts(staged, residual.values, whole):

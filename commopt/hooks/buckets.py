@@ -146,7 +146,9 @@ class DDPRegistration(Registration):
         """Adopt, between two steps, a new plan if there is one. sends: whether the backward will send gradients."""
         self.recorder.forward_begins()
         self.controller.before_forward(self.steps, sends=sends)
-        if sends and self.averages is None:  # whose steps are known when a backward begins
+        # Steps of a LocalSGD are known when a backward begins. A forward without a weight may be one that a rank makes
+        # alone, to look at the model; if its backward is averaged, the others hear of it then.
+        if sends and self.averages is None and self.step_weights.given:
             self.begin_weights()
 
     # ------------------------------------------------------------------------------------- every step

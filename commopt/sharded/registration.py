@@ -139,7 +139,10 @@ class ShardedRegistration(Backwards):
                 self.averages.optimizer_steps.backward_ended(shadowed=False)
 
     def _join(self, group: Any, problem: Exception | None = None, **facts: str) -> LaneClient:
-        client = LaneClient.join(self.kind, group, None, self.options.timeout, problem, meets=True, **facts)
+        options = self.options
+        client = LaneClient.join(
+            self.kind, group, None, options.timeout, problem, site=options.site, meets=True, **facts
+        )
         self._clients.append(client)
         return client
 
