@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from commopt.cluster.commands import ClusterUnavailableError
 from commopt.cluster.events import LinkTimeline, StartSignal, read_cuts, read_links
@@ -27,10 +27,13 @@ from commopt.cluster.network import (
     OPTIONS_VARIABLE,
     RATE_VARIABLE,
     RELAY_BPS,
+    Counters,
     EmulatedNetwork,
+    LinkTraffic,
     address,
     uninterrupted,
 )
+from commopt.cluster.relay import RelayCounters
 from commopt.cluster.report import NodeTraffic, Result, show
 from commopt.cluster.sites import EmulatedSites
 from commopt.command_line import refuse, whole
@@ -41,6 +44,14 @@ _POLL_S = 0.05
 _MASTER_PORT = 29500  # always free: the namespace is new
 _TIMED_OUT = 124
 _NODE_SCRIPT = Path(__file__).with_name("node.py")
+
+
+class _Counted(NamedTuple):
+    """What all counters of the network show."""
+
+    nodes: list[LinkTraffic]
+    sites: list[Counters]
+    relays: dict[int, RelayCounters]
 
 
 class EmulatedCluster:
@@ -143,9 +154,7 @@ class EmulatedCluster:
         capture: False gives node 0 this process's stdout, stderr and terminal, and writes the lines of the other nodes
             to stderr as they arrive.
         """
-        nodes = range(len(self.ranks_per_node))
-        before = [self._network.traffic(node_rank) for node_rank in nodes]
-        crossed, relayed = self._network.site_traffic(), self._network.relays()
+        before = self._count()
         timeline = LinkTimeline(self._network, self._events)
         started = StartSignal()
         start = time.monotonic()
@@ -164,7 +173,7 @@ class EmulatedCluster:
                 log(f"[cluster] {elapsed_s:.1f} s: {what}\n")
 
         try:
-            for node_rank in nodes:
+            for node_rank in range(len(self.ranks_per_node)):
                 agent = self._start(node_rank, command, env or {}, started.writing, piped=capture or node_rank > 0)
                 agents.append(agent)
                 prefix = f"[node {node_rank}] " if node_rank else ""
@@ -181,13 +190,19 @@ class EmulatedCluster:
                 for pump in pumps:
                     pump.join()
                 timeline.undo()
-        seconds = time.monotonic() - start
-        moved = (self._network.traffic(node_rank) - before[node_rank] for node_rank in nodes)
-        traffic = tuple(map(NodeTraffic, nodes, self.ranks_per_node, moved))
-        now = self._network.relays()
-        relays = {node_rank: each.since(relayed.get(node_rank)) for node_rank, each in now.items()}
-        sites = tuple(now - then for now, then in zip(self._network.site_traffic(), crossed, strict=True))
-        return Result(returncode, "".join(stdout), "".join(stderr), seconds, traffic, sites, relays, self._uses_netem)
+        return self._result(returncode, "".join(stdout), "".join(stderr), time.monotonic() - start, before)
+
+    def _result(self, returncode: int, stdout: str, stderr: str, seconds: float, before: _Counted) -> Result:
+        after = self._count()
+        moved = (now - then for now, then in zip(after.nodes, before.nodes, strict=True))
+        traffic = tuple(map(NodeTraffic, range(len(after.nodes)), self.ranks_per_node, moved))
+        sites = tuple(now - then for now, then in zip(after.sites, before.sites, strict=True))
+        relays = {node_rank: now.since(before.relays.get(node_rank)) for node_rank, now in after.relays.items()}
+        return Result(returncode, stdout, stderr, seconds, traffic, sites, relays, self._uses_netem)
+
+    def _count(self) -> _Counted:
+        nodes = [self._network.traffic(node_rank) for node_rank in range(len(self.ranks_per_node))]
+        return _Counted(nodes, self._network.site_traffic(), self._network.relays())
 
     @property
     def _uses_netem(self) -> bool:
