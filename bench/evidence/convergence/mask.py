@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `--local-mask` compares: the deltas of a LocalSGD chosen by what bfloat16 sees, and by size, at equal bytes.
+
+PULSELoCo (arXiv 2602.03839) sends those elements of a node's delta, with its residual, that change the bfloat16 view of
+a parameter, and keeps the others for the next round. DGC sends the largest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from math import ceil
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.evidence.convergence.plan import PAIRED, RATE_SEED, REVERSED, Case, Comparison, Entry, Task
+from commopt import DGC, Aggregator, LocalSGD, Outer, Quantize
+from commopt.aggregate import Hierarchical
+from commopt.aggregate.base import Action, Buffer
+from commopt.aggregate.outer import Deltas
+from commopt.feedback import ANCHOR, BufferContext, Feedback
+from commopt.groups import Team, TeamShape
+from commopt.kernels.finite import all_finite
+from commopt.kernels.sparse import SparseRow
+from examples import train_gpt
+
+OUTER_RATES = (0.7, 1.0, 1.4)
+"""The rates of the outer optimizer that each way is tried at, in a shorter training."""
+DENSITIES: Mapping[float, Mapping[int, float]] = {
+    1e-3: {4: 0.36, 16: 0.44},
+    3e-4: {4: 0.31, 16: 0.40},
+    1e-4: {4: 0.255, 16: 0.375},
+    1e-5: {4: 0.03, 16: 0.066},
+}
+"""Of DGC, by AdamW's learning rate and the period: with it as many bytes as the mask sent in a first training."""
+PERIODS = tuple(DENSITIES[1e-3])
+CONTINUED = (1e-5,)
+"""The rates at which a trained model goes on: from random weights it would learn nothing at them."""
+_OTHER_BATCHES = 1000
+
+
+@dataclass(frozen=True, repr=False, eq=False)  # none is another's equal: each has counts of its own
+class Visible(Aggregator):
+    """Between `Deltas`: sums the elements that change the bfloat16 view of the agreed parameters, in bfloat16.
+
+    An element is sent where bfloat16(theta) != bfloat16(theta - a), a the node's delta and residual. For the others
+    zeros are sent; `sent` counts the elements, and the bytes of rows without them: values in bfloat16, and a list of
+    places as DGC's or a bitmap, whichever is shorter.
+    """
+
+    sent: list[tuple[int, int, int]] = field(default_factory=list)
+    """Elements, those of them that were sent, and bytes, of each message of this rank."""
+
+    def __repr__(self) -> str:
+        return "Visible()"
+
+    def all_reduce(self, buffer: Tensor, team: Team, scale: float, context: BufferContext) -> None:
+        """Sum what is seen, and keep the rest."""
+        residual = context.error_feedback("worker", context.layout, Feedback(), buffer.device)
+        assert residual is not None  # a LocalSGD has a store
+        theta = context.memory.found[f"{context.path}.{ANCHOR}", "worker", context.layout].values
+        left = torch.add(residual.old, buffer, alpha=scale, out=residual.new)
+        # The values are parts of the mean over nodes of one rank.
+        seen = theta.bfloat16() != (theta - team.size * left).bfloat16()
+        buffer.copy_((left * seen).bfloat16())
+        left.sub_(buffer)
+        count = int(seen.sum())
+        self.sent.append((buffer.numel(), count, row_nbytes(buffer.numel(), count) * (team.size - 1)))
+        team.all_reduce(buffer)
+        context.report(all_finite(buffer))
+
+    def calls(self, buffer: Buffer, team: TeamShape) -> tuple[Action, ...]:
+        """Return none: how much is sent depends on the values, and `sent` has it."""
+        return ()
+
+    @property
+    def residual_paths(self) -> tuple[str, ...]:
+        """Its own level."""
+        return ("",)
+
+
+def row_nbytes(numel: int, count: int) -> int:
+    """Return the bytes of so many values in bfloat16 and of their places among `numel`, in the shorter form."""
+    row = SparseRow(numel, count, torch.bfloat16)
+    bitmap = 16 * ceil((ceil(numel / 8) + 2 * count) / 16)
+    return min(row.nbytes, bitmap)
+
+
+@dataclass(frozen=True, repr=False)
+class LocalMask(LocalSGD):
+    """LocalSGD whose deltas are sent by `Visible`, between nodes of one rank."""
+
+    @cached_property
+    def visible(self) -> Visible:
+        """What sends the deltas."""
+        return Visible()
+
+    @cached_property
+    def parameters(self) -> Aggregator:
+        """The deltas of nodes, and the outer optimizer."""
+        return Hierarchical(inter=Deltas(self.visible, self.outer))
+
+    def take_sent(self) -> tuple[float, int]:
+        """Return the share of the elements that this rank has sent since the last call, and the bytes."""
+        messages = list(self.visible.sent)
+        self.visible.sent.clear()
+        elements = sum(numel for numel, _, _ in messages)
+        share = sum(count for _, count, _ in messages) / max(elements, 1)
+        return share, sum(nbytes for _, _, nbytes in messages)
+
+
+@dataclass(frozen=True)
+class Continued(Task):
+    """Goes on from a model that was trained at a usual rate, on other batches."""
+
+    def start(self, optimizer: str, seed: int, device: torch.device, rate: float = 1.0) -> train_gpt.Training:
+        """Return the trained model with a fresh optimizer. Collective."""
+        trained = _trained(self.steps, seed + _OTHER_BATCHES, device)
+        training = super().start(optimizer, seed, device, rate)
+        training.model.load_state_dict(trained)
+        return training
+
+
+@lru_cache(1)  # seeds come one after the other
+def _trained(steps: int, seed: int, device: torch.device) -> dict[str, Any]:
+    training = replace(PAIRED, steps=steps).start("adamw", seed, device)
+    for _ in range(steps):
+        training.step()
+    return training.model.state_dict()
+
+
+@dataclass(frozen=True)
+class AtBestOuterRates(Comparison):
+    """Each way at its own best outer rate; without compression also with windows in reverse order, at one period."""
+
+    def rate_cases(self) -> list[Case]:
+        """Return the trainings that try outer rates."""
+        return [self._trial(entry, rate) for entry in self.entries for rate in OUTER_RATES]
+
+    def cases(self, losses: Mapping[tuple[str, str, str, int], float]) -> list[Case]:
+        """Return every training to compare, seed after seed."""
+        chosen = []
+        for entry in self.entries:
+            best = min(OUTER_RATES, key=lambda rate: losses[self._trial(entry, rate).key])
+            chosen.append(_at(entry, best))
+            if entry.aggregator == LocalSGD(PERIODS[-1]):
+                chosen.append(replace(chosen[-1], strategy=chosen[-1].strategy + REVERSED))
+        return [Case(self.task, "adamw", entry, seed) for seed in range(self.seeds) for entry in chosen]
+
+    def _trial(self, entry: Entry, rate: float) -> Case:
+        return Case(self.task.for_rates, "adamw", _at(entry, rate), RATE_SEED)
+
+
+def _at(entry: Entry, rate: float) -> Entry:
+    assert isinstance(entry.aggregator, LocalSGD)
+    average = replace(entry.aggregator, outer=Outer(rate))
+    return replace(entry, strategy=repr(average), aggregator=average)
+
+
+def ways(rate: float, period: int) -> tuple[LocalSGD, LocalSGD, LocalSGD, LocalSGD]:
+    """Return what is compared at a learning rate and a period: float32, the mask, DGC and 4 bits."""
+    plain = LocalSGD(period)
+    largest = replace(plain, compressor=DGC(DENSITIES[rate][period]))
+    return plain, LocalMask(period), largest, replace(plain, compressor=Quantize(bits=4))
+
+
+def comparison(rate: float) -> Comparison:
+    """Return it for a learning rate of AdamW."""
+    kind: type[Task] = Continued if rate in CONTINUED else Task
+    task = kind(
+        name=f"gpt-continued-{rate:g}" if rate in CONTINUED else f"gpt-{rate:g}",
+        steps=200,
+        look_every=100,
+        model=PAIRED.model,
+        learning_rates=(("adamw", rate),),
+        windows=256,
+        rate_steps=100,
+    )
+    entries = (Entry(repr(each), ("adamw",), each) for period in PERIODS for each in ways(rate, period))
+    return AtBestOuterRates(task, tuple(entries), (1, 1), seeds=8)
