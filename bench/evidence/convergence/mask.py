@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from bench.evidence.convergence.plan import PAIRED, RATE_SEED, REVERSED, Case, Comparison, Entry, Task
-from commopt import DGC, Aggregator, LocalSGD, Outer, Quantize
+from commopt import DGC, Aggregator, LocalSGD, Outer
 from commopt.aggregate import Hierarchical
 from commopt.aggregate.base import Action, Buffer
 from commopt.aggregate.outer import Deltas
@@ -160,11 +160,9 @@ def _at(entry: Entry, rate: float) -> Entry:
     return replace(entry, strategy=repr(average), aggregator=average)
 
 
-def ways(rate: float, period: int) -> tuple[LocalSGD, LocalSGD, LocalSGD, LocalSGD]:
-    """Return what is compared at a learning rate and a period: float32, the mask, DGC and 4 bits."""
-    plain = LocalSGD(period)
-    largest = replace(plain, compressor=DGC(DENSITIES[rate][period]))
-    return plain, LocalMask(period), largest, replace(plain, compressor=Quantize(bits=4))
+def ways(rate: float, period: int) -> tuple[LocalSGD, LocalSGD, LocalSGD]:
+    """Return what is compared at a learning rate and a period: float32, the mask and DGC."""
+    return LocalSGD(period), LocalMask(period), LocalSGD(period, compressor=DGC(DENSITIES[rate][period]))
 
 
 def comparison(rate: float) -> Comparison:
@@ -172,12 +170,12 @@ def comparison(rate: float) -> Comparison:
     kind: type[Task] = Continued if rate in CONTINUED else Task
     task = kind(
         name=f"gpt-continued-{rate:g}" if rate in CONTINUED else f"gpt-{rate:g}",
-        steps=200,
-        look_every=100,
+        steps=160,
+        look_every=80,
         model=PAIRED.model,
         learning_rates=(("adamw", rate),),
         windows=256,
-        rate_steps=100,
+        rate_steps=80,
     )
     entries = (Entry(repr(each), ("adamw",), each) for period in PERIODS for each in ways(rate, period))
     return AtBestOuterRates(task, tuple(entries), (1, 1), seeds=8)
