@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `--local-mask` of the convergence benchmark compares: its mask, beside plain torch, its table and its files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import commopt
+from bench.evidence.convergence import mask, mask_table, report
+from bench.evidence.convergence.report import Run
+from commopt.kernels.sparse import SparseRow
+from tests.hook_training import Tower, batch_of, loss_of, seeded
+from tests.ranks import run
+from tests.test_convergence_bench import ENVIRONMENT, RESULTS, made
+
+
+def rounds_of_the_mask(rank: int, world_size: int) -> list[int]:
+    """Train with a LocalMask beside its equations in plain torch; return how many elements each round sent."""
+    average = mask.LocalMask(period=1)
+    module = seeded(Tower)
+    ddp = nn.parallel.DistributedDataParallel(module)
+    commopt.attach(ddp, average)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=3e-5)
+
+    def values() -> torch.Tensor:
+        return torch.cat([each.detach().flatten() for each in module.parameters()])
+
+    theta = values()
+    residual = torch.zeros_like(theta)
+    counts = []
+    for step in range(6):
+        loss = loss_of(ddp, batch_of(rank, step))  # the round of the last step comes first
+        assert torch.equal(values(), theta), step
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        left = residual + (theta - values()) / world_size
+        seen = theta.bfloat16() != (theta - world_size * left).bfloat16()
+        counts.append(int(seen.sum()))
+        sent = (left * seen).bfloat16().float()
+        residual = left - sent
+        total = sent.clone()
+        dist.all_reduce(total)
+        theta = theta - total
+    told = [count for _, count, _ in average.visible.sent]
+    assert told == counts[:-1]  # the last round has not begun
+    share, nbytes = average.take_sent()
+    assert share == pytest.approx(sum(told) / 5 / theta.numel())
+    assert nbytes == sum(mask.row_nbytes(theta.numel(), count) for count in told)
+    assert average.take_sent() == (0.0, 0)
+    return counts
+
+
+def test_what_bfloat16_does_not_see_waits_in_the_residual() -> None:
+    numel = sum(each.numel() for each in seeded(Tower).parameters())
+    for counts in run(rounds_of_the_mask, 2, nodes=(1, 1)):
+        assert all(0 < count < numel for count in counts)
+
+
+def test_places_travel_in_the_shorter_form() -> None:
+    assert mask.row_nbytes(65536, 100) == SparseRow(65536, 100, torch.bfloat16).nbytes
+    assert mask.row_nbytes(65536, 30000) == 65536 // 8 + 60000
+
+
+def made_for_the_mask(rate: float, seeds: int) -> list[Run]:
+    comparison = mask.comparison(rate)
+    rates = {
+        case.key: abs(case.entry.aggregator.outer.lr - 1.4)
+        for case in comparison.rate_cases()
+        if isinstance(case.entry.aggregator, commopt.LocalSGD)
+    }
+    losses = {"LocalSGD": 2.0, "LocalMask": 2.02, "DGC": 2.01, "windows reversed": 2.0002}
+    found = []
+    for case in comparison.cases(rates):
+        if case.seed < seeds:
+            name = case.entry.name
+            loss = next(loss for part, loss in reversed(losses.items()) if part in name)
+            inter = 2000.0 if "Mask" in name or "DGC" in name else 20000.0
+            run_ = made(name, [loss * (1 + case.seed)], case.seed, inter, case.task.name)
+            density = 0.25 if "Mask" in name else None
+            found.append(replace(run_, optimizer="adamw", learning_rate=rate, parameters=1000, density=density))
+    return found
+
+
+def test_the_mask_is_compared_with_the_largest_seed_by_seed(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    environment = replace(ENVIRONMENT, settings=mask.comparison(1e-5).settings())
+    runs = made_for_the_mask(1e-5, 2)
+    report.write(path, environment, runs)
+    steps = 160
+    share = (2000 * steps - 8000) / (20000 * steps - 8000)
+    lines = mask_table.markdown(path, path).splitlines()
+    cells = [each.strip() for each in lines[3].split("|")[1:-1]]
+    assert cells == [
+        "1e-05, continued",
+        "16",
+        "2",
+        "3.0000 @ 1.4",
+        "+0.010 ±0.000 %",
+        "0.250",
+        f"+1.000 ±0.000 %; {share:.3f} @ 1.4",
+        f"+0.500 ±0.000 %; {share:.3f} @ 1.4",
+        "+0.498 ±0.000 %",
+    ]
+    assert lines[2:4] == lines[4:6]
+    report.write(path, environment, [run_ for run_ in runs if "DGC" not in run_.strategy])
+    with pytest.raises(ValueError, match="no seed that every way of period 4 was trained with"):
+        mask_table.markdown(path)
+
+
+@pytest.mark.parametrize("rate", mask.DENSITIES)
+def test_the_mask_and_the_largest_sent_as_many_bytes(rate: float) -> None:
+    environment, runs = report.read(RESULTS / f"convergence_mask_{rate:g}.json")
+    comparison = mask.comparison(rate)
+    assert environment.settings == comparison.settings()
+    for period in mask.PERIODS:
+        sent, seeds = [], []
+        for way in mask.ways(rate, period)[1:]:
+            own = mask_table.runs_of(runs, comparison.task, way)
+            seeds.append(set(own))
+            rounds = [(run_.inter_bytes_per_step or 0) * comparison.task.steps for run_ in own.values()]
+            sent.append(sum(rounds) / len(rounds) - report.dense_bytes(runs[0].parameters, 2))
+        assert seeds[0] == seeds[1]
+        assert len(seeds[0]) >= 5
+        assert sent[1] == pytest.approx(sent[0], rel=0.05)
