@@ -68,8 +68,8 @@ def test_places_travel_in_the_shorter_form() -> None:
     assert mask.row_nbytes(65536, 30000) == 65536 // 8 + 60000
 
 
-def made_for_the_mask(rate: float, seeds: int) -> list[Run]:
-    comparison = mask.comparison(rate)
+def made_for_the_mask(name: str, seeds: int) -> list[Run]:
+    comparison = mask.comparison(name)
     rates = {
         case.key: abs(case.entry.aggregator.outer.lr - 1.4)
         for case in comparison.rate_cases()
@@ -79,19 +79,19 @@ def made_for_the_mask(rate: float, seeds: int) -> list[Run]:
     found = []
     for case in comparison.cases(rates):
         if case.seed < seeds:
-            name = case.entry.name
-            loss = next(loss for part, loss in reversed(losses.items()) if part in name)
-            inter = 2000.0 if "Mask" in name or "DGC" in name else 20000.0
-            run_ = made(name, [loss * (1 + case.seed)], case.seed, inter, case.task.name)
-            density = 0.25 if "Mask" in name else None
-            found.append(replace(run_, optimizer="adamw", learning_rate=rate, parameters=1000, density=density))
+            way = case.entry.name
+            loss = next(loss for part, loss in reversed(losses.items()) if part in way)
+            inter = 2000.0 if "Mask" in way or "DGC" in way else 20000.0
+            run_ = made(way, [loss * (1 + case.seed)], case.seed, inter, case.task.name)
+            density = 0.25 if "Mask" in way else None
+            found.append(replace(run_, optimizer="adamw", parameters=1000, density=density))
     return found
 
 
 def test_the_mask_is_compared_with_the_largest_seed_by_seed(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
-    environment = replace(ENVIRONMENT, settings=mask.comparison(1e-5).settings())
-    runs = made_for_the_mask(1e-5, 2)
+    environment = replace(ENVIRONMENT, settings=mask.comparison("1e-05").settings())
+    runs = made_for_the_mask("1e-05", 2)
     report.write(path, environment, runs)
     steps = 160
     share = (2000 * steps - 8000) / (20000 * steps - 8000)
@@ -114,18 +114,18 @@ def test_the_mask_is_compared_with_the_largest_seed_by_seed(tmp_path: Path) -> N
         mask_table.markdown(path)
 
 
-@pytest.mark.parametrize("rate", mask.DENSITIES)
-def test_the_mask_and_the_largest_sent_as_many_bytes(rate: float) -> None:
-    environment, runs = report.read(RESULTS / f"convergence_mask_{rate:g}.json")
-    comparison = mask.comparison(rate)
+@pytest.mark.parametrize("name", mask.DENSITIES)
+def test_the_mask_and_the_largest_sent_as_many_bytes(name: str) -> None:
+    environment, runs = report.read(RESULTS / f"convergence_mask_{name}.json")
+    comparison = mask.comparison(name)
     assert environment.settings == comparison.settings()
     for period in mask.PERIODS:
         sent, seeds = [], []
-        for way in mask.ways(rate, period)[1:]:
+        for way in mask.ways(name, period)[1:]:
             own = mask_table.runs_of(runs, comparison.task, way)
             seeds.append(set(own))
             rounds = [(run_.inter_bytes_per_step or 0) * comparison.task.steps for run_ in own.values()]
             sent.append(sum(rounds) / len(rounds) - report.dense_bytes(runs[0].parameters, 2))
         assert seeds[0] == seeds[1]
         assert len(seeds[0]) >= 5
-        assert sent[1] == pytest.approx(sent[0], rel=0.05)
+        assert 0.9 * sent[0] < sent[1] < 1.02 * sent[0]

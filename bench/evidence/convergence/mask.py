@@ -29,16 +29,17 @@ from examples import train_gpt
 
 OUTER_RATES = (0.7, 1.0, 1.4)
 """The rates of the outer optimizer that each way is tried at, in a shorter training."""
-DENSITIES: Mapping[float, Mapping[int, float]] = {
-    1e-3: {4: 0.372, 16: 0.446},
-    3e-4: {4: 0.32, 16: 0.41},
-    1e-4: {4: 0.265, 16: 0.388},
-    1e-5: {4: 0.032, 16: 0.069},
+DENSITIES: Mapping[str, Mapping[int, float]] = {
+    "0.001": {4: 0.372, 16: 0.446},
+    "0.0003": {4: 0.32, 16: 0.41},
+    "0.0001": {4: 0.265, 16: 0.388},
+    "1e-05": {4: 0.032, 16: 0.069},
+    "1e-05-bf16": {4: 0.032, 16: 0.074},
 }
-"""Of DGC, by AdamW's learning rate and the period: with it as many bytes as the mask sent in a first training."""
-PERIODS = tuple(DENSITIES[1e-3])
-CONTINUED = (1e-5,)
-"""The rates at which a trained model goes on: from random weights it would learn nothing at them."""
+"""Of DGC, by AdamW's learning rate and the period: with it about as many bytes as the mask sent in a first training."""
+PERIODS = (4, 16)
+_RATE_TO_CONTINUE_AT = 1e-5
+"""From random weights nothing would be learned at it."""
 _OTHER_BATCHES = 1000
 
 
@@ -124,6 +125,19 @@ class Continued(Task):
         return training
 
 
+@dataclass(frozen=True)
+class InBfloat16(Continued):
+    """The same with matrices multiplied in bfloat16: what bfloat16 does not see of them has no effect."""
+
+    def start(self, optimizer: str, seed: int, device: torch.device, rate: float = 1.0) -> train_gpt.Training:
+        """Return the trained model, which computes under autocast from now on. Collective."""
+        training = super().start(optimizer, seed, device, rate)
+        (model,) = training.model.children()  # DDP's module
+        model.forward = torch.autocast(device.type, torch.bfloat16)(model.forward)
+        model.register_forward_hook(lambda module, tokens, logits: logits.float())
+        return training
+
+
 @lru_cache(1)  # seeds come one after the other
 def _trained(steps: int, seed: int, device: torch.device) -> dict[str, Any]:
     training = replace(PAIRED, steps=steps).start("adamw", seed, device)
@@ -160,16 +174,17 @@ def _at(entry: Entry, rate: float) -> Entry:
     return replace(entry, strategy=repr(average), aggregator=average)
 
 
-def ways(rate: float, period: int) -> tuple[LocalSGD, LocalSGD, LocalSGD]:
-    """Return what is compared at a learning rate and a period: float32, the mask and DGC."""
-    return LocalSGD(period), LocalMask(period), LocalSGD(period, compressor=DGC(DENSITIES[rate][period]))
+def ways(name: str, period: int) -> tuple[LocalSGD, LocalSGD, LocalSGD]:
+    """Return what is compared at a period: float32, the mask and DGC."""
+    return LocalSGD(period), LocalMask(period), LocalSGD(period, compressor=DGC(DENSITIES[name][period]))
 
 
-def comparison(rate: float) -> Comparison:
-    """Return it for a learning rate of AdamW."""
-    kind: type[Task] = Continued if rate in CONTINUED else Task
+def comparison(name: str) -> Comparison:
+    """Return the one of DENSITIES that is called `name`."""
+    rate = float(name.removesuffix("-bf16"))
+    kind = InBfloat16 if name.endswith("-bf16") else Continued if rate == _RATE_TO_CONTINUE_AT else Task
     task = kind(
-        name=f"gpt-continued-{rate:g}" if rate in CONTINUED else f"gpt-{rate:g}",
+        name=f"gpt-{name}" if kind is Task else f"gpt-continued-{name}",
         steps=160,
         look_every=80,
         model=PAIRED.model,
@@ -177,5 +192,9 @@ def comparison(rate: float) -> Comparison:
         windows=256,
         rate_steps=80,
     )
-    entries = (Entry(repr(each), ("adamw",), each) for period in PERIODS for each in ways(rate, period))
+    entries = (Entry(repr(each), ("adamw",), each) for period in PERIODS for each in ways(name, period))
     return AtBestOuterRates(task, tuple(entries), (1, 1), seeds=8)
+
+
+COMPARISONS: Mapping[str, str] = {comparison(name).task.name: name for name in DENSITIES}
+"""The names of comparisons by those of their tasks."""

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import isfinite
 from pathlib import Path
 from statistics import mean
 
 from bench.document import table
-from bench.evidence.convergence.mask import OUTER_RATES, PERIODS, Continued, comparison, ways
+from bench.evidence.convergence import mask
+from bench.evidence.convergence.mask import OUTER_RATES
 from bench.evidence.convergence.plan import REVERSED, Task
 from bench.evidence.convergence.report import Run, dense_bytes, interval, read
 from commopt import LocalSGD, Outer
@@ -30,11 +32,11 @@ _HEADINGS = (
     "mask against DGC",
 )
 _CAPTION = (
-    f"GPT, AdamW, 2 nodes of one rank, all in float32. float32: mean loss in nats per byte of `LocalSGD(period)`. "
-    f"Mask, DGC: how much higher the loss ends than that of the same seed, mean ± 95 % t-interval; bytes of rounds, "
-    f"over float32's. @: the outer rate, the best of {', '.join(map(str, OUTER_RATES))} in one shorter training. "
-    f"Windows reversed: float32 again, with its sums in another order. Continued: from a model trained at a usual "
-    f"rate, on other batches."
+    f"GPT, AdamW, 2 nodes of one rank. float32: mean loss in nats per byte of `LocalSGD(period)`. Mask, DGC: how much "
+    f"higher the loss ends than that of the same seed, mean ± 95 % t-interval; bytes of rounds, over float32's. @: the "
+    f"outer rate, the best of {', '.join(map(str, OUTER_RATES))} in one shorter training. Windows reversed: float32 "
+    f"again, with its sums in another order. Continued: from a model trained at a usual rate, on other batches. "
+    f"bfloat16: matrices are multiplied in it; elsewhere all is float32."
 )
 
 
@@ -50,28 +52,27 @@ def _table(files: Sequence[Sequence[Sequence[str]]]) -> str:
 def rows(path: Path) -> list[list[str]]:
     """Return a row for each period; raises ValueError when a file has nothing to compare."""
     environment, runs = read(path)
-    rate = next((run.learning_rate for run in runs if run.learning_rate), 0.0)
-    try:
-        task = comparison(rate).task
-    except KeyError:
-        raise ValueError(f"{path} is of a learning rate that --local-mask does not take: {rate:g}") from None
+    name = next((mask.COMPARISONS[run.task] for run in runs if run.task in mask.COMPARISONS), None)
+    if name is None:
+        raise ValueError(f"{path} has no trainings that --local-mask compares")
+    task = mask.comparison(name).task
     steps, nodes = environment.settings[task.name]["steps"], len(environment.ranks_per_node)
+    title = name.replace("-bf16", ", bfloat16") + ", continued" * isinstance(task, mask.Continued)
     found = []
-    for period in PERIODS:
-        by_way = [runs_of(runs, task, way) for way in ways(rate, period)]
+    for period in mask.PERIODS:
+        by_way = [runs_of(runs, task, way) for way in mask.ways(name, period)]
         seeds = sorted(set.intersection(*map(set, by_way)))
         if not seeds:
             raise ValueError(f"{path} has no seed that every way of period {period} was trained with")
         null = {run.seed: run for run in runs if run.strategy == by_way[0][seeds[0]].strategy + REVERSED}
-        plain, mask, largest = ([each[seed] for seed in seeds] for each in by_way)
-        title = f"{rate:g}{', continued' * isinstance(task, Continued)}"
+        plain, masked, largest = ([each[seed] for seed in seeds] for each in by_way)
         again = [null[seed] for seed in seeds if seed in null]
-        found.append([title, str(period), *_cells(plain, mask, largest, again, steps, nodes)])
+        found.append([title, str(period), *_cells(plain, masked, largest, again, steps, nodes)])
     return found
 
 
 def _cells(
-    plain: Sequence[Run], mask: Sequence[Run], largest: Sequence[Run], null: Sequence[Run], steps: int, nodes: int
+    plain: Sequence[Run], masked: Sequence[Run], largest: Sequence[Run], null: Sequence[Run], steps: int, nodes: int
 ) -> list[str]:
     exact = dense_bytes(plain[0].parameters, nodes)  # of the average at the end
 
@@ -85,10 +86,10 @@ def _cells(
         str(len(plain)),
         f"{mean(run.loss for run in plain):.4f} {_outer(plain)}",
         _gap(plain[: len(null)], null) if null else "-",
-        f"{mean(run.density or 0.0 for run in mask):.3f}",
-        cell(mask),
+        f"{mean(run.density or 0.0 for run in masked):.3f}",
+        cell(masked),
         cell(largest),
-        _gap(largest, mask),
+        _gap(largest, masked),
     ]
 
 
@@ -106,7 +107,7 @@ def _outer(runs: Sequence[Run]) -> str:
 
 def _gap(base: Sequence[Run], others: Sequence[Run]) -> str:
     middle, half = interval([100 * (b.loss / a.loss - 1) for a, b in zip(base, others, strict=True)])
-    return f"{middle:+.3f} ±{half:.3f} %"
+    return f"{round(middle, 3) + 0.0:+.3f}{f' ±{half:.3f}' if isfinite(half) else ''} %"
 
 
 if __name__ == "__main__":

@@ -68,7 +68,6 @@ def parse_options() -> argparse.Namespace:
     )
     which.add_argument(
         "--local-mask",
-        type=float,
         choices=tuple(mask.DENSITIES),
         metavar="RATE",
         help="deltas of LocalSGD by what bfloat16 sees and by size, at this rate of AdamW (%(choices)s), instead",
