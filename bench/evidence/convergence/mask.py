@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from bench.evidence.convergence.plan import PAIRED, RATE_SEED, REVERSED, Case, Comparison, Entry, Task
-from commopt import DGC, Aggregator, LocalSGD, Outer
+from commopt import DGC, Aggregator, LocalSGD, Outer, Quantize
 from commopt.aggregate import Hierarchical
 from commopt.aggregate.base import Action, Buffer
 from commopt.aggregate.outer import Deltas
@@ -52,11 +52,13 @@ class Visible(Aggregator):
     places as DGC's or a bitmap, whichever is shorter.
     """
 
+    by_size: bool = False
+    """Whether to send the largest instead, as many as would be seen."""
     sent: list[tuple[int, int, int]] = field(default_factory=list)
     """Elements, those of them that were sent, and bytes, of each message of this rank."""
 
     def __repr__(self) -> str:
-        return "Visible()"
+        return f"Visible(by_size={self.by_size})"
 
     def all_reduce(self, buffer: Tensor, team: Team, scale: float, context: BufferContext) -> None:
         """Sum what is seen, and keep the rest."""
@@ -66,9 +68,12 @@ class Visible(Aggregator):
         left = torch.add(residual.old, buffer, alpha=scale, out=residual.new)
         # The values are parts of the mean over nodes of one rank.
         seen = theta.bfloat16() != (theta - team.size * left).bfloat16()
+        count = int(seen.sum())
+        if self.by_size:
+            seen = torch.zeros_like(seen)
+            seen[left.abs().topk(count).indices] = True
         buffer.copy_((left * seen).bfloat16())
         left.sub_(buffer)
-        count = int(seen.sum())
         self.sent.append((buffer.numel(), count, row_nbytes(buffer.numel(), count) * (team.size - 1)))
         team.all_reduce(buffer)
         context.report(all_finite(buffer))
@@ -94,10 +99,12 @@ def row_nbytes(numel: int, count: int) -> int:
 class LocalMask(LocalSGD):
     """LocalSGD whose deltas are sent by `Visible`, between nodes of one rank."""
 
+    by_size: bool = False
+
     @cached_property
     def visible(self) -> Visible:
         """What sends the deltas."""
-        return Visible()
+        return Visible(self.by_size)
 
     @cached_property
     def parameters(self) -> Aggregator:
@@ -174,9 +181,33 @@ def _at(entry: Entry, rate: float) -> Entry:
     return replace(entry, strategy=repr(average), aggregator=average)
 
 
-def ways(name: str, period: int) -> tuple[LocalSGD, LocalSGD, LocalSGD]:
-    """Return what is compared at a period: float32, the mask and DGC."""
-    return LocalSGD(period), LocalMask(period), LocalSGD(period, compressor=DGC(DENSITIES[name][period]))
+@dataclass(frozen=True)
+class Ways:
+    """What is compared at a period.
+
+    density: of DGC.
+    four_bits: where the mask sends more bytes than that.
+    """
+
+    plain: LocalSGD
+    mask: LocalMask
+    largest: LocalMask
+    dgc: LocalSGD
+    density: float
+    four_bits: LocalSGD | None
+
+    @classmethod
+    def of(cls, name: str, period: int) -> Ways:
+        """Return those of the comparison `name`."""
+        density = DENSITIES[name][period]
+        plain = LocalSGD(period)
+        four_bits = replace(plain, compressor=Quantize(bits=4)) if density > 1 / 8 else None
+        dgc = replace(plain, compressor=DGC(density))
+        return cls(plain, LocalMask(period), LocalMask(period, by_size=True), dgc, density, four_bits)
+
+    def all(self) -> list[LocalSGD]:
+        """Return them in a list."""
+        return [each for each in (self.plain, self.mask, self.largest, self.dgc, self.four_bits) if each is not None]
 
 
 def comparison(name: str) -> Comparison:
@@ -192,7 +223,7 @@ def comparison(name: str) -> Comparison:
         windows=256,
         rate_steps=80,
     )
-    entries = (Entry(repr(each), ("adamw",), each) for period in PERIODS for each in ways(name, period))
+    entries = (Entry(repr(each), ("adamw",), each) for period in PERIODS for each in Ways.of(name, period).all())
     return AtBestOuterRates(task, tuple(entries), (1, 1), seeds=8)
 
 

@@ -6,7 +6,7 @@ python -m bench.evidence.convergence.mask_table bench/results/convergence_mask_*
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import isfinite
 from pathlib import Path
@@ -26,17 +26,19 @@ _HEADINGS = (
     "seeds",
     "float32",
     "windows reversed",
-    "the mask's elements",
     "mask",
+    "as many, the largest",
     "DGC",
+    "4 bits",
+    "mask against the largest",
     "mask against DGC",
 )
 _CAPTION = (
-    f"GPT, AdamW, 2 nodes of one rank. float32: mean loss in nats per byte of `LocalSGD(period)`. Mask, DGC: how much "
+    f"GPT, AdamW, 2 nodes of one rank. float32: mean loss in nats per byte of `LocalSGD(period)`. Others: how much "
     f"higher the loss ends than that of the same seed, mean ± 95 % t-interval; bytes of rounds, over float32's. @: the "
-    f"outer rate, the best of {', '.join(map(str, OUTER_RATES))} in one shorter training. Windows reversed: float32 "
-    f"again, with its sums in another order. Continued: from a model trained at a usual rate, on other batches. "
-    f"bfloat16: matrices are multiplied in it; elsewhere all is float32."
+    f"outer rate, the best of {', '.join(map(str, OUTER_RATES))} in one shorter training. In brackets: the share of the "
+    f"elements that is sent. Windows reversed: float32 again, with its sums in another order. Continued: from a model "
+    f"trained at a usual rate, on other batches. bfloat16: matrices are multiplied in it; elsewhere all is float32."
 )
 
 
@@ -60,36 +62,44 @@ def rows(path: Path) -> list[list[str]]:
     title = name.replace("-bf16", ", bfloat16") + ", continued" * isinstance(task, mask.Continued)
     found = []
     for period in mask.PERIODS:
-        by_way = [runs_of(runs, task, way) for way in mask.ways(name, period)]
-        seeds = sorted(set.intersection(*map(set, by_way)))
+        ways = mask.Ways.of(name, period)
+        by_seed = [(way, runs_of(runs, task, way)) for way in ways.all()]
+        seeds = sorted(set.intersection(*(set(own) for _, own in by_seed)))
         if not seeds:
             raise ValueError(f"{path} has no seed that every way of period {period} was trained with")
-        null = {run.seed: run for run in runs if run.strategy == by_way[0][seeds[0]].strategy + REVERSED}
-        plain, masked, largest = ([each[seed] for seed in seeds] for each in by_way)
+        own = {way: [each[seed] for seed in seeds] for way, each in by_seed}
+        null = {run.seed: run for run in runs if run.strategy == own[ways.plain][0].strategy + REVERSED}
         again = [null[seed] for seed in seeds if seed in null]
-        found.append([title, str(period), *_cells(plain, masked, largest, again, steps, nodes)])
+        found.append([title, str(period), *_cells(ways, own, again, steps, nodes)])
     return found
 
 
 def _cells(
-    plain: Sequence[Run], masked: Sequence[Run], largest: Sequence[Run], null: Sequence[Run], steps: int, nodes: int
+    ways: mask.Ways, own: Mapping[LocalSGD, Sequence[Run]], null: Sequence[Run], steps: int, nodes: int
 ) -> list[str]:
+    plain, masked, largest = own[ways.plain], own[ways.mask], own[ways.largest]
     exact = dense_bytes(plain[0].parameters, nodes)  # of the average at the end
 
     def sent(runs: Sequence[Run]) -> float:
         return mean(run.inter_bytes_per_step or 0.0 for run in runs) * steps - exact
 
-    def cell(runs: Sequence[Run]) -> str:
-        return f"{_gap(plain, runs)}; {sent(runs) / sent(plain):.3f} {_outer(runs)}"
+    def cell(runs: Sequence[Run], density: float | None = None) -> str:
+        share = "" if density is None else f" ({density:.3f})"
+        return f"{_gap(plain, runs)}; {sent(runs) / sent(plain):.3f}{share} {_outer(runs)}"
+
+    def density(runs: Sequence[Run]) -> float:
+        return mean(run.density or 0.0 for run in runs)
 
     return [
         str(len(plain)),
         f"{mean(run.loss for run in plain):.4f} {_outer(plain)}",
         _gap(plain[: len(null)], null) if null else "-",
-        f"{mean(run.density or 0.0 for run in masked):.3f}",
-        cell(masked),
-        cell(largest),
+        cell(masked, density(masked)),
+        cell(largest, density(largest)),
+        cell(own[ways.dgc], ways.density),
+        cell(own[ways.four_bits]) if ways.four_bits else "-",
         _gap(largest, masked),
+        _gap(own[ways.dgc], masked),
     ]
 
 
