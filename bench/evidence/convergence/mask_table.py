@@ -36,9 +36,9 @@ _HEADINGS = (
 _CAPTION = (
     f"GPT, AdamW, 2 nodes of one rank. float32: mean loss in nats per byte of `LocalSGD(period)`. Others: how much "
     f"higher the loss ends than that of the same seed, mean ± 95 % t-interval; bytes of rounds, over float32's. @: the "
-    f"outer rate, the best of {', '.join(map(str, OUTER_RATES))} in one shorter training. In brackets: the share of the "
-    f"elements that is sent. Windows reversed: float32 again, with its sums in another order. Continued: from a model "
-    f"trained at a usual rate, on other batches. bfloat16: matrices are multiplied in it; elsewhere all is float32."
+    f"outer rate, the best of {', '.join(map(str, OUTER_RATES))} in one shorter training. In brackets: the share of "
+    f"the elements that is sent. Windows reversed: float32 again, with its sums in another order. Continued: from a "
+    f"model trained at a usual rate, on other batches. bfloat16: matrices are multiplied in it, elsewhere in float32."
 )
 
 
