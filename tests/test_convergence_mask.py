@@ -112,23 +112,26 @@ def test_the_mask_is_compared_with_the_largest_seed_by_seed(tmp_path: Path) -> N
         "+0.498 ±0.000 %",
     ]
     assert lines[2:4] == lines[4:6]
-    report.write(path, environment, [each for each in runs if "DGC" not in each.strategy])
-    with pytest.raises(ValueError, match="no seed that every way of period 4 was trained with"):
+    report.write(path, environment, [each for each in runs if "DGC" not in each.strategy or each.seed == 0])
+    cells = [each.strip() for each in mask_table.markdown(path).splitlines()[3].split("|")[1:-1]]
+    assert cells[7] == f"+0.500 % (n = 1); {share:.3f} (0.446) @ 1.4"
+    report.write(path, environment, [each for each in runs if "LocalMask(period=4" not in each.strategy])
+    with pytest.raises(ValueError, match="no seed that float32 and the mask of period 4 were trained with"):
         mask_table.markdown(path)
 
 
 @pytest.mark.parametrize("name", mask.DENSITIES)
-def test_the_mask_and_the_largest_sent_as_many_bytes(name: str) -> None:
+def test_what_is_compared_sent_as_many_bytes(name: str) -> None:
     environment, runs = report.read(RESULTS / f"convergence_mask_{name}.json")
     comparison = mask.comparison(name)
     assert environment.settings == comparison.settings()
+
+    def sent(way: commopt.LocalSGD) -> float:
+        own = mask_table.runs_of(runs, comparison.task, way).values()
+        return sum((each.inter_bytes_per_step or 0) * comparison.task.steps for each in own) / max(len(own), 1)
+
     for period in mask.PERIODS:
         ways = mask.Ways.of(name, period)
-        sent, seeds = [], []
-        for way in (ways.mask, ways.largest, ways.dgc):
-            own = mask_table.runs_of(runs, comparison.task, way)
-            seeds.append(set(own))
-            rounds = [(each.inter_bytes_per_step or 0) * comparison.task.steps for each in own.values()]
-            sent.append(sum(rounds) / len(rounds) - report.dense_bytes(runs[0].parameters, 2))
-        assert len(set.intersection(*seeds)) >= 5
-        assert all(0.9 * sent[0] < each < 1.1 * sent[0] for each in sent)
+        seeds = [mask_table.runs_of(runs, comparison.task, way).keys() for way in (ways.plain, ways.mask)]
+        assert len(seeds[0] & seeds[1]) >= 5
+        assert sent(ways.dgc) < 1.02 * sent(ways.mask)  # a little less: no advantage over the mask

@@ -20,6 +20,8 @@ from bench.evidence.convergence.report import Run, dense_bytes, interval, read
 from commopt import LocalSGD, Outer
 from commopt.command_line import CommandParser, content_of
 
+_Runs = Mapping[int, Run]
+"""Of one way, by seed."""
 _HEADINGS = (
     "AdamW's rate",
     "period",
@@ -63,43 +65,42 @@ def rows(path: Path) -> list[list[str]]:
     found = []
     for period in mask.PERIODS:
         ways = mask.Ways.of(name, period)
-        by_seed = [(way, runs_of(runs, task, way)) for way in ways.all()]
-        seeds = sorted(set.intersection(*(set(own) for _, own in by_seed)))
-        if not seeds:
-            raise ValueError(f"{path} has no seed that every way of period {period} was trained with")
-        own = {way: [each[seed] for seed in seeds] for way, each in by_seed}
-        null = {run.seed: run for run in runs if run.strategy == own[ways.plain][0].strategy + REVERSED}
-        again = [null[seed] for seed in seeds if seed in null]
-        found.append([title, str(period), *_cells(ways, own, again, steps, nodes)])
+        own = {way: runs_of(runs, task, way) for way in ways.all()}
+        plain = own[ways.plain]
+        if not plain.keys() & own[ways.mask].keys():
+            raise ValueError(f"{path} has no seed that float32 and the mask of period {period} were trained with")
+        null = {run.seed: run for run in runs if run.strategy == next(iter(plain.values())).strategy + REVERSED}
+        found.append([title, str(period), *_cells(ways, own, null, steps, nodes)])
     return found
 
 
-def _cells(
-    ways: mask.Ways, own: Mapping[LocalSGD, Sequence[Run]], null: Sequence[Run], steps: int, nodes: int
-) -> list[str]:
-    plain, masked, largest = own[ways.plain], own[ways.mask], own[ways.largest]
-    exact = dense_bytes(plain[0].parameters, nodes)  # of the average at the end
+def _cells(ways: mask.Ways, own: Mapping[LocalSGD, _Runs], null: _Runs, steps: int, nodes: int) -> list[str]:
+    plain, masked = own[ways.plain], own[ways.mask]
+    most = len(plain.keys() & masked.keys())
+    exact = dense_bytes(next(iter(plain.values())).parameters, nodes)  # of the average at the end
 
-    def sent(runs: Sequence[Run]) -> float:
-        return mean(run.inter_bytes_per_step or 0.0 for run in runs) * steps - exact
+    def sent(runs: _Runs) -> float:
+        return mean(run.inter_bytes_per_step or 0.0 for run in runs.values()) * steps - exact
 
-    def cell(runs: Sequence[Run], density: float | None = None) -> str:
-        share = "" if density is None else f" ({density:.3f})"
-        return f"{_gap(plain, runs)}; {sent(runs) / sent(plain):.3f}{share} {_outer(runs)}"
-
-    def density(runs: Sequence[Run]) -> float:
-        return mean(run.density or 0.0 for run in runs)
+    def cell(way: LocalSGD | None, density: float | None = None) -> str:
+        runs = own[way] if way is not None else {}
+        if not runs:
+            return "-"
+        counted = [run.density for run in runs.values() if run.density is not None]
+        share = mean(counted) if counted else density
+        elements = "" if share is None else f" ({share:.3f})"
+        return f"{_gap(plain, runs, most)}; {sent(runs) / sent(plain):.3f}{elements} {_outer(runs)}"
 
     return [
-        str(len(plain)),
-        f"{mean(run.loss for run in plain):.4f} {_outer(plain)}",
-        _gap(plain[: len(null)], null) if null else "-",
-        cell(masked, density(masked)),
-        cell(largest, density(largest)),
-        cell(own[ways.dgc], ways.density),
-        cell(own[ways.four_bits]) if ways.four_bits else "-",
-        _gap(largest, masked),
-        _gap(own[ways.dgc], masked),
+        str(most),
+        f"{mean(run.loss for seed, run in plain.items() if seed in masked):.4f} {_outer(plain)}",
+        _gap(plain, null, most),
+        cell(ways.mask),
+        cell(ways.largest),
+        cell(ways.dgc, ways.density),
+        cell(ways.four_bits),
+        _gap(own[ways.largest], masked, most),
+        _gap(own[ways.dgc], masked, most),
     ]
 
 
@@ -109,15 +110,20 @@ def runs_of(runs: Sequence[Run], task: Task, way: LocalSGD) -> dict[int, Run]:
     return {run.seed: run for run in runs if run.task == task.name and run.strategy in names}
 
 
-def _outer(runs: Sequence[Run]) -> str:
+def _outer(runs: _Runs) -> str:
     """Return the outer rate of trainings of one way."""
-    rate = next((rate for rate in OUTER_RATES if f"outer={Outer(rate)!r}" in runs[0].strategy), 1.0)
-    return f"@ {rate:g}"
+    strategy = next(iter(runs.values())).strategy
+    return f"@ {next((rate for rate in OUTER_RATES if f'outer={Outer(rate)!r}' in strategy), 1.0):g}"
 
 
-def _gap(base: Sequence[Run], others: Sequence[Run]) -> str:
-    middle, half = interval([100 * (b.loss / a.loss - 1) for a, b in zip(base, others, strict=True)])
-    return f"{round(middle, 3) + 0.0:+.3f}{f' ±{half:.3f}' if isfinite(half) else ''} %"
+def _gap(base: _Runs, others: _Runs, most: int) -> str:
+    """Return how much higher the loss of others is, seed by seed; of how many seeds, where fewer than `most`."""
+    seeds = sorted(base.keys() & others.keys())
+    if not seeds:
+        return "-"
+    middle, half = interval([100 * (others[seed].loss / base[seed].loss - 1) for seed in seeds])
+    spread = f" ±{half:.3f}" if isfinite(half) else ""
+    return f"{round(middle, 3) + 0.0:+.3f}{spread} %{f' (n = {len(seeds)})' if len(seeds) < most else ''}"
 
 
 if __name__ == "__main__":
