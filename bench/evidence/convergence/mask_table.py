@@ -68,9 +68,11 @@ def rows(path: Path) -> list[list[str]]:
         own = {way: runs_of(runs, task, way) for way in ways.all()}
         plain = own[ways.plain]
         if not plain.keys() & own[ways.mask].keys():
-            raise ValueError(f"{path} has no seed that float32 and the mask of period {period} were trained with")
+            continue
         null = {run.seed: run for run in runs if run.strategy == next(iter(plain.values())).strategy + REVERSED}
         found.append([title, str(period), *_cells(ways, own, null, steps, nodes)])
+    if not found:
+        raise ValueError(f"{path} has no seed that float32 and the mask were trained with")
     return found
 
 
