@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from bench.demo import local_ranks
 from bench.environment import end_when_told, machine
-from bench.evidence.convergence import local_table, report, sparse_table
+from bench.evidence.convergence import local_table, mask_table, report, sparse_table
 from bench.evidence.convergence.ranks import STAGES, parse_options, todo
 
 _UNUSABLE = 2
@@ -59,7 +59,12 @@ def main() -> int:
     """Train and report."""
     options = parse_options()
     end_when_told()
-    tables = local_table if options.local_sgd else sparse_table if options.second_selection else report
+    special = (
+        (options.local_sgd, local_table),
+        (options.local_mask, mask_table),
+        (options.second_selection, sparse_table),
+    )
+    tables = next((table for wanted, table in special if wanted), report)
     try:
         if not options.report and (failure := train(options)):
             return failure

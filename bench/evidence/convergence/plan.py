@@ -23,11 +23,12 @@ OPTIMIZERS: Mapping[str, Sequence[str]] = {
 """What each is on the example's command line."""
 NO_FEEDBACK = ":feedback=None"
 STOCK = "ddp"
-NULL = "ddp, windows reversed"
+REVERSED = ", windows reversed"
+NULL = STOCK + REVERSED
 """Stock DDP on the same batches, whose windows come in reverse order: its sums differ by their rounding alone."""
 FACTORS = (0.5, 1.0, 2.0)
 """Of a task's learning rate: what is tried, in shorter trainings with a seed of their own."""
-_RATE_SEED = 100
+RATE_SEED = 100
 _QUICK_STEPS = 20
 _QUICK_LOOK_EVERY = 10
 
@@ -116,7 +117,7 @@ class Comparison:
         """Return the trainings that try learning rates."""
         tuned = [replace(entry, rate=factor) for entry in self.entries if entry.is_tuned for factor in FACTORS]
         return [
-            Case(self.task.for_rates, optimizer, entry, _RATE_SEED) for entry in tuned for optimizer in entry.optimizers
+            Case(self.task.for_rates, optimizer, entry, RATE_SEED) for entry in tuned for optimizer in entry.optimizers
         ]
 
     def cases(self, losses: Mapping[tuple[str, str, str, int], float]) -> list[Case]:

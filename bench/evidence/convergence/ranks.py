@@ -12,7 +12,7 @@ from dataclasses import replace
 from hashlib import sha256
 from math import isfinite
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 import bench.evidence.convergence
 import commopt
 from bench.environment import gather, slowest_rank_ms
-from bench.evidence.convergence import plan, report, sparse
+from bench.evidence.convergence import mask, plan, report, sparse
+from bench.evidence.convergence.mask import LocalMask
 from bench.evidence.convergence.plan import Case, Comparison
 from bench.evidence.convergence.report import Point, Run
 from bench.training.strategies import enter
@@ -65,7 +66,13 @@ def parse_options() -> argparse.Namespace:
         metavar="RANKS",
         help="sparse rows to all against servers, on so many nodes of one rank, instead",
     )
-    parser.add_argument("--seeds", type=whole(1), help="seeds 0, 1, ... (default: 8, of the others 3)")
+    which.add_argument(
+        "--local-mask",
+        choices=tuple(mask.DENSITIES),
+        metavar="RATE",
+        help="deltas of LocalSGD by what bfloat16 sees and by size, at this rate of AdamW (%(choices)s), instead",
+    )
+    parser.add_argument("--seeds", type=whole(1), help="seeds 0, 1, ... (default: 8 or 3)")
     parser.add_argument("--quick", action="store_true", help="a few steps of everything with one seed: does it run?")
     parser.add_argument("--jobs", type=whole(1), default=1, metavar="N", help="so many trainings at a time (default 1)")
     parser.add_argument("--stage", choices=STAGES, default=STAGES[-1], help=argparse.SUPPRESS)
@@ -75,6 +82,8 @@ def parse_options() -> argparse.Namespace:
     which_one = plan.LARGE if options.large else plan.LOCAL if options.local_sgd else plan.MAIN
     if options.second_selection:
         which_one = sparse.comparison(options.second_selection)
+    elif options.local_mask:
+        which_one = mask.comparison(options.local_mask)
     try:
         entries = plan.chosen(options.only, which_one.entries)
     except ValueError as error:
@@ -97,11 +106,11 @@ def train(case: Case, device: torch.device, show: Show) -> Run:
     task, entry = case.task, case.entry
     training = task.start(case.optimizer, case.seed, device, entry.rate)
     state: commopt.CommState | None
+    if entry.strategy.endswith(plan.REVERSED):
+        assert isinstance(training.model, DistributedDataParallel)
+        reverse_windows(training.model.module)
     if entry.aggregator is None:
-        if entry.strategy == plan.NULL:
-            assert isinstance(training.model, DistributedDataParallel)
-            reverse_windows(training.model.module)
-        _, state = enter(training, plan.STOCK if entry.strategy == plan.NULL else entry.strategy, plan="ddp")
+        _, state = enter(training, entry.strategy.removesuffix(plan.REVERSED), plan="ddp")
     else:
         state = commopt.attach(training.model, entry.aggregator, plan="ddp")
     curve, step_s = [], []
@@ -117,7 +126,11 @@ def train(case: Case, device: torch.device, show: Show) -> Run:
             loss = training.held_out_loss(task.windows)
             curve.append(Point(step, loss if isfinite(loss) else None, None))
             show(step / task.steps)
-    inter = None if state is None else sum(gather(state.stats()["inter_bytes"])) / task.steps
+    inter = None if state is None else sum(gather(state.stats()["inter_bytes"]))
+    density = None
+    if isinstance(entry.aggregator, LocalMask):
+        densities, nbytes = zip(*gather(entry.aggregator.take_sent()), strict=True)
+        density, inter = mean(densities), (inter or 0) + sum(nbytes)
     digest = sha256("".join(gather(digest_of(training.model))).encode()).hexdigest()
     return Run(
         task=task.name,
@@ -126,10 +139,11 @@ def train(case: Case, device: torch.device, show: Show) -> Run:
         seed=case.seed,
         parameters=sum(parameter.numel() for parameter in training.model.parameters()),
         step_ms=median(slowest_rank_ms(step_s)),
-        inter_bytes_per_step=inter,
+        inter_bytes_per_step=None if inter is None else inter / task.steps,
         curve=curve,
         digest=digest,
         learning_rate=entry.rate * dict(task.learning_rates)[case.optimizer],
+        density=density,
     )
 
 

@@ -73,6 +73,8 @@ class Run:
     digest: str = ""
     """Of the bits of all parameters at the end, on all ranks."""
     learning_rate: float | None = None
+    density: float | None = None
+    """The share of the elements that rounds sent, where their values decide."""
     """At the beginning; None where it was not recorded."""
 
     @property
