@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
 from commopt import LocalSGD
+from commopt.groups import Team
 from tests.hook_training import SMALL_BUCKET, WIDTH, Tower, batch_of, digest_of, loss_of, seeded
 from tests.local_sgd_reference import Reference, optimizer_of
 from tests.ranks import run
@@ -221,3 +224,34 @@ def test_under_torch_compile_the_calendar_is_not_compiled_in() -> None:
         assert (len(set(held)) == 1) == (steps in TOGETHER)
     for _, frames in results:
         assert 0 < frames[4] == frames[-1], f"compiled anew as steps were counted: {frames}"
+
+
+def fail_in_a_round(rank: int, world_size: int, average: LocalSGD, call: str) -> tuple[str, bool]:
+    """Return the error of a round in which the last rank fails, and whether the parameters are as before it."""
+    module = torch.nn.Linear(40, 30, bias=False)  # a parameter that is a message by itself
+    ddp = TorchDDP(module)
+    comm = commopt.attach(ddp, average)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.5)
+    for step in range(3):
+        optimizer.zero_grad()
+        ddp(torch.full((2, 40), rank + step + 1.0)).square().mean().backward()
+        optimizer.step()
+    before = module.weight.detach().clone()
+    broken = patch.object(Team, "all_reduce", side_effect=RuntimeError("a cable was pulled"))
+    started = patch.object(Team, "start_all_reduce", side_effect=RuntimeError("a cable was pulled"))
+    with broken if rank == world_size - 1 else nullcontext(), started if rank == world_size - 1 else nullcontext():
+        try:
+            comm.average_parameters() if call else ddp(torch.ones(2, 40))
+        except commopt.LaneError as error:
+            return str(error), torch.equal(module.weight, before)
+    return "", False
+
+
+@pytest.mark.parametrize("call", ["", "average_parameters"])
+@pytest.mark.parametrize(
+    "average", [LocalSGD(period=3), LocalSGD(period=3, outer=commopt.Outer(0.7, 0.9, True))], ids=str
+)
+def test_a_round_that_fails_leaves_the_parameters_as_they_were(average: LocalSGD, call: str) -> None:
+    for error, same in run(fail_in_a_round, 3, average, call, nodes=(1, 1, 1), fresh=True):
+        assert "a cable was pulled" in error
+        assert same

@@ -219,3 +219,48 @@ def train_sharded(rank: int, world_size: int, preset: str, over_all: bool) -> in
 )
 def test_what_nobody_touches_stays_zero_under_fsdp2(preset: str, over_all: bool) -> None:
     assert run_on("2x2", train_sharded, preset, over_all) == [0] * 4
+
+
+class Rows(nn.Module):
+    """Its gradient is one in some rows, and in single columns of others; zero elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64, 64))
+
+    def forward(self, step: int, rank: int) -> Tensor:
+        used = torch.zeros_like(self.weight)
+        used[0], used[:, 0] = 1.0, 1.0
+        used[4 * step + 3 + rank] = 1.0
+        return (self.weight * used).sum()
+
+
+def first_touches(rank: int, world_size: int, preset: str, meshed: bool) -> list[float]:
+    """Return, for each step, the least share of its gradient that a row gets in the step that first touches it."""
+    module: Any = Rows()
+    model = fully_shard(module, mesh=init_device_mesh("cpu", (world_size,))) if meshed else TorchDDP(module)
+    comm = commopt.attach(model, preset)
+    found = []
+    for step in range(6):
+        model.zero_grad()
+        model(step, rank).backward()
+        gradient = module.weight.grad.full_tensor() if meshed else module.weight.grad
+        first = 4 * step + 3
+        found.append(world_size * float(gradient[first : first + world_size, 1:].mean(1).min()))
+    comm.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("preset", "layout", "meshed"),
+    [
+        ("onebit:block=64:feedback=None", "2", False),
+        ("quantized:bits=4:block=64:feedback=None", "3", False),
+        ("hierarchical_onebit:block=64:feedback=None", "2x2", False),
+        ("powersgd:matrix_rank=2:start_step=0:feedback=None", "2", False),
+        ("quantized:bits=4:block=64:feedback=None", "3", True),
+    ],
+)
+def test_without_residuals_what_is_touched_first_is_sent_at_once(preset: str, layout: str, meshed: bool) -> None:
+    for shares in run_on(layout, first_touches, preset, meshed):
+        assert min(shares) > 0.5, shares

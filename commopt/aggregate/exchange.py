@@ -81,7 +81,8 @@ class Exchange:
         left, dense = message[:numel].view(-1, self._matrix_rank), message[numel:-1]
         self._fill_dense(dense)
         self._project(factors.rights, left)
-        self._mask = mask = MaskedMatrices.of(plan, self._matrices, sums, context)
+        keeps = self._residual is not None
+        self._mask = mask = MaskedMatrices.of(plan, self._matrices, sums, context, keeps=keeps)
         if mask is None:
             message = message[:-1]
         else:

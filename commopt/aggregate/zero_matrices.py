@@ -2,7 +2,8 @@
 """Elements of PowerSGD's matrices that were exactly zero on all ranks so far stay exactly zero.
 
 A product of factors is zero in whole rows and columns only, and factors keep those zero by themselves. Single elements
-are masked, as in zeros; they have no sign bit, so ranks exchange them anew once some are touched.
+are masked, as in zeros; they have no sign bit, so ranks exchange them anew once some are touched. With error feedback
+the values may wait for that in residuals.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from commopt.aggregate.sums import Sums
 from commopt.feedback import BufferContext
 
 LOOK_EVERY_STEPS = 8
-"""On a GPU ranks look only so often for newly touched elements, since the host waits for the answer."""
+"""On a GPU ranks with residuals look only so often for newly touched elements, since the host waits for the answer."""
 
 _MOST_PATIENCE = 64  # steps from one exchange of the touched elements to the next
 
@@ -32,12 +33,14 @@ class _MatrixMask:
     indices: of elements, int32 where that suffices, ascending.
     patience: the steps to wait after the next exchange.
     next_step: the first one of the next exchange.
+    asks_host: whether that waits for none of them, and the host looks in every step: no residual keeps what is touched.
     """
 
     indices: Tensor
     plan: MatrixPlan
     patience: int = 1
     next_step: int = 0
+    asks_host: bool = False
 
     def state(self, copy: Callable[[Tensor], Tensor]) -> dict[str, Any]:
         """Return what a checkpoint keeps of it: not when ranks exchange next, in which they must be alike."""
@@ -89,9 +92,12 @@ class MaskedMatrices:
 
     @classmethod
     def of(
-        cls, plan: MatrixPlan, matrices: Callable[[], Tensor], sums: Sums, context: BufferContext
+        cls, plan: MatrixPlan, matrices: Callable[[], Tensor], sums: Sums, context: BufferContext, *, keeps: bool
     ) -> MaskedMatrices | None:
-        """Return the masked elements; None for none, and without a store. Collective the first time."""
+        """Return the masked elements; None for none, and without a store. Collective the first time.
+
+        keeps: whether their values stay in a residual.
+        """
         store = context.store
         if store is None or not plan.groups:
             return None
@@ -102,7 +108,7 @@ class MaskedMatrices:
         known = None if known is None else known.to(stacked.device, stacked.dtype)
         masked = _masked_elements(plan, stacked if known is None else known, sums, context)
         dtype = torch.int32 if len(masked) < 2**31 else torch.int64
-        mask = _MatrixMask(masked.nonzero().view(-1).to(dtype), plan)
+        mask = _MatrixMask(masked.nonzero().view(-1).to(dtype), plan, asks_host=not keeps)
         store.untouched[context.path, plan.stacked] = mask
         return None if mask.empty else cls(mask, plan, stacked)
 
@@ -115,9 +121,10 @@ class MaskedMatrices:
         mask, matrices = self._mask, self._matrices
         assert matrices is not None  # called once
         self._matrices = None
-        if context.step < mask.next_step:
+        if context.step < mask.next_step and not mask.asks_host:
             return
-        if touched.is_cuda and (context.step % LOOK_EVERY_STEPS or torch.cuda.is_current_stream_capturing()):
+        waits = context.step % LOOK_EVERY_STEPS > 0 and not mask.asks_host
+        if touched.is_cuda and (waits or torch.cuda.is_current_stream_capturing()):
             return  # the host waits for the answer
         if float(touched):
             still = _masked_elements(self._plan, matrices, sums, context)[self._indices]

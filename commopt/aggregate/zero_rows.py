@@ -2,14 +2,14 @@
 """Elements that were exactly zero on all ranks so far stay so, where each rank keeps a shard of the sum.
 
 As in zeros, but no rank learns the sum of others: so a rank and the owner of a shard keep masks of that rank's own
-elements, which it has not touched yet.
+elements, which it has not touched yet. Without error feedback these are exchanged in every step once any rank has one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,10 +28,14 @@ class _RowMasks:
 
     sent: among the values of this rank.
     received: of each rank, in this rank's own shard.
+    anywhere: whether any rank had masked elements at first; asked only where ranks exchange them in every step.
+    asks_host: as a mask of matrices may.
     """
 
+    asks_host: ClassVar[bool] = False
     sent: ZeroMask
     received: list[ZeroMask]
+    anywhere: bool = False
 
     def state(self, copy: Callable[[Tensor], Tensor]) -> dict[str, Any]:
         """Return what a checkpoint keeps of them: this rank's own, which owners of shards get from it."""
@@ -65,15 +69,16 @@ class MaskedRows:
     def of(
         cls, regions: RowRegions, values: Tensor, residual: ErrorFeedback | None, team: Team, context: BufferContext
     ) -> MaskedRows | None:
-        """Return the masked elements; None for none, and without a store. Collective over `team` the first time.
+        """Return the masked elements; None for none, and without a store.
 
+        Collective over `team` the first time, and without a residual in every step where any rank had some then.
         values: [rows, n], a shard for each row.
         """
         codec, store = regions.compressor.codec_without_zero, context.store
         if codec is None or store is None:
             return None
         masks = store.untouched.get((context.path, regions.layout))
-        if masks is not None and masks.empty:
+        if masks is not None and masks.empty and not masks.anywhere:
             return None
         joined = torch.cat([values[row][begin:end] for row, region, _ in regions.by_row for begin, end in region.spans])
         if masks is None:
@@ -83,6 +88,12 @@ class MaskedRows:
                 ZeroMask(~touched), [ZeroMask(~each) for each in _exchanged(regions, touched, team, store)]
             )
             store.untouched[context.path, regions.layout] = masks
+            masks.anywhere = residual is None and _any_masked(masks, team, store)
+        if masks.anywhere:
+            now = values_to_send(joined, 1.0, None) != 0
+            pairs = [(masks.sent, now), *zip(masks.received, _exchanged(regions, now, team, store), strict=True)]
+            for mask, each in pairs:
+                mask.active &= ~each[mask.indices.long()]
         return cls(codec, regions, masks, values_to_send(joined, 1.0, residual, masks.sent.indices.long()))
 
     def encoded(self, payload: Tensor, chunk_numel: int, place: slice, residual: ErrorFeedback | None) -> None:
@@ -113,6 +124,15 @@ class MaskedRows:
     def shrink(self) -> None:
         """Leave out elements that are masked no more among those that this rank sends."""
         self._masks.sent.shrink()
+
+
+def _any_masked(masks: _RowMasks, team: Team, store: ResidualStore) -> bool:
+    """Return whether any rank has masked elements. Collective."""
+    own = torch.full((1,), not masks.empty, dtype=torch.uint8, device=masks.sent.indices.device)
+    everyone = own.new_empty(team.size)
+    store.beside += team.wire.all_gather(own.nbytes)
+    team.all_gather(everyone, own)
+    return bool(everyone.any())
 
 
 def _exchanged(regions: RowRegions, touched: Tensor, team: Team, store: ResidualStore) -> Tensor:

@@ -8,7 +8,9 @@ values of them stay in its residual.
 
 In the first step of a buffer ranks exchange which elements are touched. Later ones that are touched for the first time
 take no message, since elements have a sign bit: the bit of a masked element tells whether it was touched on this rank,
-and from the next step on it is a sign. Where the host knows of no masked element, nothing is done.
+and from the next step on it is a sign. Without error feedback no residual would keep its value until then, so ranks
+exchange in every step which of the masked elements are touched. Where the host knows of no masked element, nothing is
+done.
 PowerSGD's matrices are in zero_matrices, the shards of FSDP2 in zero_rows.
 """
 
@@ -16,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -38,7 +40,10 @@ class ZeroMask:
     indices: of elements, int32 where that suffices, ascending.
     active: which of them are masked still, bool, as only a host can leave out the others.
     empty: whether there are none.
+    asks_host: as a mask of matrices may.
     """
+
+    asks_host: ClassVar[bool] = False
 
     def __init__(self, masked: Tensor) -> None:
         """masked: bool [elements of the region]."""
@@ -158,9 +163,10 @@ class MaskedRegion:
         team: Team,
         context: BufferContext,
     ) -> MaskedRegion | None:
-        """Return the masked elements; None for none, and without a store. Collective the first time.
+        """Return the masked elements; None for none, and without a store.
 
-        The rank is about to send `scale * values` plus the residual.
+        Collective the first time, and without a residual as long as there are any. The rank is about to send
+        `scale * values` plus the residual.
         """
         codec, store = region.compressor.codec_without_zero, context.store
         if codec is None or store is None:
@@ -171,6 +177,10 @@ class MaskedRegion:
             known = None if known is None else known.to(values.device)
             mask = ZeroMask(~_agree(values, scale, residual, team, store, known))
             store.untouched[context.path, region.layout] = mask
+        if residual is None and not mask.empty:
+            parts = [values_to_send(values, scale, None, indices) != 0 for indices, _ in mask.parts()]
+            now = torch.cat(parts)
+            mask.active &= ~_agree(now, 1.0, None, team, store, now)
         return None if mask.empty else cls(codec, mask)
 
     def encoded(

@@ -266,7 +266,8 @@ class ParameterAverages:
         average = self._average
         if adds is None:
             adds = average.delay > 0 or average.merge < 1
-        flight = Flight(bucket, bucket.values(copy=adds), adds, agreement)
+        # A copy even of a parameter that travels alone: where the round fails, the model is as it was.
+        flight = Flight(bucket, bucket.values(copy=True), adds, agreement)
         # Over all ranks though those of a node agree: in DDP's join() they may not, and inside a node it is cheap.
         return self._submit(client, flight, by, number, 1.0 / client.team.size, weight)
 

@@ -177,7 +177,7 @@ class Replays:
             return None
         masks = [mask for (_, layout), mask in store.untouched.items() if layout.shares_names(task.layout)]
         masks = [mask for mask in masks if not mask.empty]
-        if masks and task.step.number % LOOK_EVERY_STEPS == 0:
+        if masks and (task.step.number % LOOK_EVERY_STEPS == 0 or any(mask.asks_host for mask in masks)):
             return None
         bucket.times += 1
         if bucket.times <= _PLAIN_TIMES:
