@@ -99,7 +99,7 @@ class Team(TeamShape):
         if self.size > 1 and self.node_count == self.size and self._on_gloo(tensor):
             self._run("all_reduce", gloo.all_reduce, tensor, scale=scale)
         else:
-            self._run("all_reduce", dist.all_reduce, apply_scale(tensor, scale))
+            self._run("all_reduce", dist.all_reduce, apply_scale(tensor, scale), over_gloo=gloo.gloo_ring)
 
     def starts_all_reduce(self, tensor: Tensor) -> bool:
         """Return whether `start_all_reduce` can: on a CPU, by gloo's own all_reduce, which has threads of its own."""
@@ -110,25 +110,24 @@ class Team(TeamShape):
 
     def start_all_reduce(self, tensor: Tensor, *, scale: float = 1.0) -> Started:
         """Start what `all_reduce` does, and return. Two at once fill the pauses of each other's rings."""
-        group = self._require_group("all_reduce")
+        group = self.require_group("all_reduce")
         span = recording.primitive(self.level, "all_reduce", tensor.nbytes)
         span.__enter__()
         try:
-            work = dist.all_reduce(apply_scale(tensor, scale), group=group, async_op=True)
+            parts = gloo.start_gloo_ring(apply_scale(tensor, scale), group)
         except RuntimeError as error:
             self._raise_of_peer(error, "all_reduce")
             raise
-        assert work is not None  # this rank is in the group
 
         def finish() -> None:
             try:
-                work.wait()
+                parts.finish()
             except RuntimeError as error:
                 self._raise_of_peer(error, "all_reduce")
                 raise
             span.__exit__(None, None, None)
 
-        return Started(work.get_future(), finish)
+        return Started(parts.future(), finish)
 
     def reduce(self, tensor: Tensor, dst: int) -> None:
         """Sum into `tensor` of rank `dst`; the other ranks' tensors are left undefined."""
@@ -236,14 +235,15 @@ class Team(TeamShape):
             self._call(primitive, call, *tensors, **how)
 
     def _call(self, primitive: str, call: Collective, *tensors: Tensor, **how: Any) -> None:
-        group = self._require_group(primitive)
+        group = self.require_group(primitive)
         try:
             call(*tensors, group=group, **how)
         except RuntimeError as error:
             self._raise_of_peer(error, primitive)
             raise
 
-    def _require_group(self, primitive: str) -> dist.ProcessGroup:
+    def require_group(self, primitive: str) -> dist.ProcessGroup:
+        """Return the process group. Raises LaneError if it was destroyed."""
         group = None if self._closed or self._group is None else self._group()
         if group is None or not is_alive(group):
             raise LaneError(
