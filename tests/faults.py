@@ -523,9 +523,9 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a node sends at the rate it receives",
-        "commopt/cluster/network.py",
-        "return cls(_rate(send if slash else receive), _rate(receive), delay_us)",
-        "return cls(_rate(receive), _rate(send if slash else receive), delay_us)",
+        "commopt/cluster/link.py",
+        "return cls(_rate(send if slash else receive), _rate(receive), duration",
+        "return cls(_rate(receive), _rate(send if slash else receive), duration",
         "cluster: links as asked for",
         ("test_cluster",),
     ),

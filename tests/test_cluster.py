@@ -25,7 +25,7 @@ from commopt.cluster import (
     EmulatedSites,
     LinkTraffic,
     cli,
-    network,
+    commands,
     traffic,
 )
 
@@ -469,7 +469,7 @@ def test_leftovers_of_dead_launchers_are_removed_and_those_of_the_living_kept() 
     orphan = subprocess.Popen(["ip", "netns", "exec", dead, "sleep", "600"])
     try:
         deadline = time.monotonic() + 5
-        while not network._ip("netns", "pids", dead).split() and time.monotonic() < deadline:
+        while not commands.ip("netns", "pids", dead).split() and time.monotonic() < deadline:
             time.sleep(0.01)
         with EmulatedCluster():
             assert not Path("/run/netns", dead).exists()

@@ -15,8 +15,11 @@ Ranks get torchrun's variables and store; there are no restarts. Host name and b
 NCCL_HOSTID tells the nodes apart.
 """
 
-from commopt.cluster.cli import EmulatedCluster, NodeTraffic, Result
-from commopt.cluster.network import ClusterUnavailableError, Counters, EmulatedLink, LinkTraffic, link_rate, traffic
+from commopt.cluster.cli import EmulatedCluster
+from commopt.cluster.commands import ClusterUnavailableError
+from commopt.cluster.link import EmulatedLink
+from commopt.cluster.network import Counters, LinkTraffic, link_rate, traffic
+from commopt.cluster.report import NodeTraffic, Result
 from commopt.cluster.sites import EmulatedSites, site_options
 
 __all__ = [

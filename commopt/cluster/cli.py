@@ -13,26 +13,17 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO, Any
 
-from commopt.cluster.network import (
-    INTERFACE,
-    MAX_NODES,
-    RATE_VARIABLE,
-    ClusterUnavailableError,
-    Counters,
-    EmulatedLink,
-    EmulatedNetwork,
-    LinkTraffic,
-    address,
-    uninterrupted,
-)
+from commopt.cluster.commands import ClusterUnavailableError
+from commopt.cluster.events import LinkTimeline, StartSignal, read_cuts, read_links
+from commopt.cluster.link import EmulatedLink
+from commopt.cluster.network import INTERFACE, MAX_NODES, RATE_VARIABLE, EmulatedNetwork, address, uninterrupted
+from commopt.cluster.report import NodeTraffic, Result, show
 from commopt.cluster.sites import SITES_VARIABLE, EmulatedSites
 from commopt.command_line import refuse, whole
-from commopt.display import show_table
 
 # Time for the other nodes to fail after the first one, and then to react to SIGTERM.
 _GRACE_S = 5.0
@@ -40,36 +31,6 @@ _POLL_S = 0.05
 _MASTER_PORT = 29500  # always free: the namespace is new
 _TIMED_OUT = 124
 _NODE_SCRIPT = Path(__file__).with_name("node.py")
-
-
-@dataclass(frozen=True)
-class NodeTraffic:
-    """Traffic of one node during a run."""
-
-    node_rank: int
-    ranks: int
-    traffic: LinkTraffic
-
-
-@dataclass(frozen=True)
-class Result:
-    """Outcome of one run.
-
-    returncode: exit status of the rank that failed first; 124 after a timeout.
-    stdout: output of node 0; empty if the run was not captured.
-    stderr: stderr of node 0, and both streams of the other nodes with `[node i] ` before each line; empty if the run
-        was not captured.
-    seconds: duration.
-    nodes: traffic of each node.
-    sites: traffic over each site's link to the others; none without sites.
-    """
-
-    returncode: int
-    stdout: str
-    stderr: str
-    seconds: float
-    nodes: tuple[NodeTraffic, ...]
-    sites: tuple[Counters, ...] = ()
 
 
 class EmulatedCluster:
@@ -82,6 +43,10 @@ class EmulatedCluster:
     rate: rate of every node's link, for example "200mbit"; "none": unshaped.
     delay: one-way delay of the network.
     sites: where nodes are not all equally near.
+    loss: share of packets lost on the way, "0.01%".
+    node_links: what is otherwise for single nodes, from the start or for a time: "1:rate=50mbit", "1@30s+5s:loss=1%".
+    cuts: when single nodes are cut off during `run`: "1@30s+5s"; times count from when the ranks of all nodes began.
+    flaps: when the link of single nodes goes down and up again and again: "1@30s/2s", "1@30s/2s+20s".
     """
 
     def __init__(
@@ -91,6 +56,10 @@ class EmulatedCluster:
         rate: str = "200mbit",
         delay: str = "0ms",
         sites: EmulatedSites | None = None,
+        loss: str = "0%",
+        node_links: Sequence[str] = (),
+        cuts: Sequence[str] = (),
+        flaps: Sequence[str] = (),
     ) -> None:
         if not 1 <= nodes <= MAX_NODES:
             raise ValueError(f"nodes {nodes} must be between 1 and {MAX_NODES}")
@@ -101,18 +70,20 @@ class EmulatedCluster:
             raise ValueError(f"ranks_per_node {ranks} must be at least 1 on every node")
         self.ranks_per_node = ranks
         self.rate = rate
-        self.link = EmulatedLink.parse(rate, delay)
+        self.link = EmulatedLink.parse(rate, delay, loss)
+        links, changes = read_links(node_links, nodes, {"rate": rate, "delay": delay, "loss": loss})
+        self._events = (*changes, *read_cuts(cuts, flaps, nodes))
         self.sites = EmulatedSites() if sites is None else sites
         if self.sites.nodes and sum(self.sites.nodes) != nodes:
             raise ValueError(f"sites of {self.sites.nodes} nodes hold {sum(self.sites.nodes)} nodes, not {nodes}")
         site_of = [self.sites.site_of(node_rank) for node_rank in range(nodes)]
-        self._network = EmulatedNetwork(nodes, self.link, site_of, self.sites.link)
+        self._network = EmulatedNetwork(links, site_of, self.sites.link)
 
     @staticmethod
-    def missing(rate: str = "200mbit", delay: str = "0ms") -> str | None:
+    def missing(rate: str = "200mbit", delay: str = "0ms", loss: str = "0%") -> str | None:
         """Try a cluster of one node. Return the reason why this machine cannot emulate it, None if it can."""
         try:
-            with EmulatedCluster(nodes=1, rate=rate, delay=delay):
+            with EmulatedCluster(nodes=1, rate=rate, delay=delay, loss=loss):
                 return None
         except ClusterUnavailableError as error:
             return str(error)
@@ -134,9 +105,10 @@ class EmulatedCluster:
         """Undo `cut`."""
         self._network.connect(node_rank, up=True)
 
-    def reshape(self, node_rank: int, rate: str | None = None, delay: str = "0ms") -> None:
-        """Give a node's link another rate and delay during a run; without a rate those it had at the start."""
-        self._network.reshape(node_rank, self.link if rate is None else EmulatedLink.parse(rate, delay))
+    def reshape(self, node_rank: int, rate: str | None = None, delay: str = "0ms", loss: str = "0%") -> None:
+        """Give a node's link another rate, delay and loss during a run; without a rate those it had at the start."""
+        link = self._network.links[node_rank] if rate is None else EmulatedLink.parse(rate, delay, loss)
+        self._network.reshape(node_rank, link)
 
     def start(self, node_rank: int, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
         """Start a program on one node with options of `subprocess.Popen`. It is killed with the cluster."""
@@ -152,48 +124,68 @@ class EmulatedCluster:
     ) -> Result:
         """Run `SCRIPT ARGS...` or `-m MODULE ARGS...` on all ranks until no process is left.
 
-        A failing script raises nothing; see `Result.returncode`.
+        A failing script raises nothing; see `Result.returncode`. Raises ClusterUnavailableError if the network fails.
 
         capture: False gives node 0 this process's stdout, stderr and terminal, and writes the lines of the other nodes
             to stderr as they arrive.
         """
         nodes = range(len(self.ranks_per_node))
         before = [self._network.traffic(node_rank) for node_rank in nodes]
-        crossed = self._network.site_traffic()
+        crossed, relayed = self._network.site_traffic(), self._network.relays()
+        timeline = LinkTimeline(self._network, self._events)
+        started = StartSignal()
         start = time.monotonic()
         stdout: list[str] = []
         stderr: list[str] = []
         log = stderr.append if capture else _write_stderr
         agents: list[subprocess.Popen[str]] = []
         pumps: list[threading.Thread] = []
+
+        def watch() -> None:
+            self._network.check_relays()
+            elapsed_s = started.elapsed_s()
+            for what in timeline.follow(elapsed_s) if elapsed_s is not None else ():
+                log(f"[cluster] {elapsed_s:.1f} s: {what}\n")
+
         try:
             for node_rank in nodes:
-                agent = self._start(node_rank, command, env or {}, piped=capture or node_rank > 0)
+                agent = self._start(node_rank, command, env or {}, started.writing, piped=capture or node_rank > 0)
                 agents.append(agent)
                 prefix = f"[node {node_rank}] " if node_rank else ""
                 for stream, sink in ((agent.stdout, log if node_rank else stdout.append), (agent.stderr, log)):
                     if stream is not None:
                         pumps.append(_pump(stream, sink, prefix))
-            returncode = _wait(agents, timeout_s, log)
+            started.close_writing()
+            returncode = _wait(agents, timeout_s, log, watch)
         finally:
             with uninterrupted():
+                started.close()
                 _terminate(agents)
                 self._network.kill()
                 for pump in pumps:
                     pump.join()
+                timeline.undo()
         seconds = time.monotonic() - start
         moved = (self._network.traffic(node_rank) - before[node_rank] for node_rank in nodes)
         traffic = tuple(map(NodeTraffic, nodes, self.ranks_per_node, moved))
+        now = self._network.relays()
+        relays = {node_rank: each.since(relayed.get(node_rank)) for node_rank, each in now.items()}
         sites = tuple(now - then for now, then in zip(self._network.site_traffic(), crossed, strict=True))
-        return Result(returncode, "".join(stdout), "".join(stderr), seconds, traffic, sites)
+        return Result(returncode, "".join(stdout), "".join(stderr), seconds, traffic, sites, relays, self._uses_netem)
+
+    @property
+    def _uses_netem(self) -> bool:
+        links = (*self._network.links, *(event.link for event in self._events))
+        return any(link is not None and link.is_impaired for link in links) and self._network.has_netem
 
     def _start(
-        self, node_rank: int, command: Sequence[str], env: Mapping[str, str], piped: bool
+        self, node_rank: int, command: Sequence[str], env: Mapping[str, str], started: int, piped: bool
     ) -> subprocess.Popen[str]:
         launcher = [sys.executable, "-u", str(_NODE_SCRIPT), str(node_rank), ",".join(map(str, self.ranks_per_node))]
         output = subprocess.PIPE if piped else None
         return subprocess.Popen(
-            self._network.enter(node_rank, [*launcher, address(0), str(_MASTER_PORT), *command]),
+            self._network.enter(node_rank, [*launcher, address(0), str(_MASTER_PORT), str(started), *command]),
+            pass_fds=[started],
             env={**os.environ, **self._environment(node_rank), **env},
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -219,10 +211,16 @@ class EmulatedCluster:
         }
 
 
-def _wait(agents: Sequence[subprocess.Popen[str]], timeout_s: float | None, log: Callable[[str], object]) -> int:
+def _wait(
+    agents: Sequence[subprocess.Popen[str]],
+    timeout_s: float | None,
+    log: Callable[[str], object],
+    watch: Callable[[], object],
+) -> int:
     deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
     failure = 0
     while True:
+        watch()
         codes = [agent.poll() for agent in agents]
         if not failure and (failure := next((code for code in codes if code), 0)):
             deadline = time.monotonic() + _GRACE_S
@@ -276,6 +274,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rate", default="200mbit", help=rate)
     add("--delay", default="0ms", help="one-way delay of the network: 500us, 5ms (default 0ms)")
     sites = "sites of so many nodes: 3,2; or one number, of equal sites (default 1: all nodes are equally near)"
+    add("--loss", default="0%", help="share of the packets lost on the way: 0.01%% (default 0%%)")
+    other = "another rate, delay or loss of one node, always or for a time: 1:rate=50mbit, 1@30s+5s:loss=1%%,delay=9ms"
+    add(
+        "--node",
+        dest="node_links",
+        action="append",
+        default=[],
+        metavar="NODE[@START[+FOR]]:NAME=VALUE,...",
+        help=other,
+    )
+    cut = "cut a node off, from START on: 1@30s, or for a time: 1@30s+5s. START counts from when all ranks are started"
+    add("--cut", dest="cuts", action="append", default=[], metavar="NODE@START[+FOR]", help=cut)
+    flap = "let the link of a node be down for PERIOD and up for PERIOD, in turn: 1@30s/2s, or for a time: 1@30s/2s+20s"
+    add("--flap", dest="flaps", action="append", default=[], metavar="NODE@START/PERIOD[+FOR]", help=flap)
     add("--sites", type=_counts, default=1, metavar="N[,N...]", help=sites)
     add("--site-rate", default="none", help="rate of each site's link to the others, as --rate (default none)")
     add("--tell-sites", action="store_true", help="set COMMOPT_SITE on every rank")
@@ -287,22 +299,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _counts(text: str) -> int | list[int]:
     counts = [whole(1)(count) for count in text.split(",")]
     return counts if "," in text else counts[0]
-
-
-def _show(cluster: EmulatedCluster, result: Result) -> None:
-    rows = [["node", "ranks", "sent MiB", "sent packets", "received MiB", "received packets", "inside MiB"]]
-    for node in result.nodes:
-        link, inside = node.traffic.link, node.traffic.loopback
-        sent, received, kept = (f"{n / 2**20:.2f}" for n in (link.tx_bytes, link.rx_bytes, inside.tx_bytes))
-        figures = (node.node_rank, node.ranks, sent, link.tx_packets, received, link.rx_packets, kept)
-        rows.append([*map(str, figures)])
-    title = f"{len(result.nodes)} nodes at {cluster.rate}, {result.seconds:.1f} s"
-    show_table(title, rows, 0, "inside: between the ranks of a node", sys.stderr)
-    if result.sites:
-        rows = [["site", "nodes", "sent MiB", "received MiB"]]
-        for site, (count, link) in enumerate(zip(cluster.sites.nodes, result.sites, strict=True)):
-            rows.append([str(site), str(count), f"{link.tx_bytes / 2**20:.2f}", f"{link.rx_bytes / 2**20:.2f}"])
-        show_table(f"{len(result.sites)} sites at {cluster.sites.rate}", rows, 0, "", sys.stderr)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
@@ -319,10 +315,18 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         sites = EmulatedSites.of(arguments.sites, arguments.nodes, arguments.site_rate, arguments.tell_sites)
         with EmulatedCluster(
-            arguments.nodes, arguments.ranks_per_node, arguments.rate, arguments.delay, sites
+            arguments.nodes,
+            arguments.ranks_per_node,
+            arguments.rate,
+            arguments.delay,
+            sites,
+            arguments.loss,
+            arguments.node_links,
+            arguments.cuts,
+            arguments.flaps,
         ) as cluster:
             result = cluster.run(command, capture=False)
     except (ClusterUnavailableError, ValueError) as error:
         return refuse("commopt cluster", error)
-    _show(cluster, result)
+    show(result, cluster.rate, cluster.sites)
     return result.returncode

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts the ranks of one node, as torchrun does: `node.py NODE_RANK RANKS_PER_NODE ADDRESS PORT [-m] SCRIPT ARGS...`.
+"""Starts the ranks of a node, as torchrun does: `node.py NODE_RANK RANKS_PER_NODE ADDRESS PORT FD [-m] SCRIPT ARGS...`.
 
 The ranks are forked from a process that has loaded torch, because loading it takes seconds and the nodes share the
-processors. They get torchrun's variables, and its store at ADDRESS. Exits when a rank fails; the others keep running.
+processors. They get torchrun's variables, and its store at ADDRESS. The file FD is closed when they are started. Exits
+when a rank fails; the others keep running.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import sys
 import time
 
 
-def start(node_rank: int, ranks_per_node: list[int], address: str, port: int, command: list[str]) -> int:
-    """Start the ranks and wait for all. Return the exit status of the first that failed, in a shell's form."""
+def start(node_rank: int, ranks_per_node: list[int], address: str, port: int, started: int, command: list[str]) -> int:
+    """Start the ranks, close `started`, wait. Return the exit status of the first that failed, in a shell's form."""
     import torch.distributed as dist
 
     first, count = sum(ranks_per_node[:node_rank]), ranks_per_node[node_rank]
@@ -23,10 +24,12 @@ def start(node_rank: int, ranks_per_node: list[int], address: str, port: int, co
     ranks: dict[int, int] = {}
     for place in range(count):
         if (pid := os.fork()) == 0:
+            os.close(started)
             set_variables(node_rank, ranks_per_node, address, port, place)
             _run(command)
             return 0
         ranks[pid] = first + place
+    os.close(started)
     # After the fork, which copies no threads.
     store = dist.TCPStore(address, port, is_master=node_rank == 0, wait_for_workers=False)
     while ranks:
@@ -64,5 +67,6 @@ def _run(command: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    node_rank, counts, address, port, *command = sys.argv[1:]
-    sys.exit(start(int(node_rank), [int(count) for count in counts.split(",")], address, int(port), command))
+    node_rank, counts, address, port, started, *command = sys.argv[1:]
+    ranks_per_node = [int(count) for count in counts.split(",")]
+    sys.exit(start(int(node_rank), ranks_per_node, address, int(port), int(started), command))

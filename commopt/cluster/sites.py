@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from commopt.cluster.network import EmulatedLink
+from commopt.cluster.link import EmulatedLink
 
 SITES_VARIABLE = "BENCH_CLUSTER_SITES"
 

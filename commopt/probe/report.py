@@ -11,7 +11,8 @@ from math import inf
 from textwrap import wrap
 from typing import TextIO
 
-from commopt.cluster.network import RATE_VARIABLE, EmulatedLink
+from commopt.cluster.link import EmulatedLink
+from commopt.cluster.network import RATE_VARIABLE
 from commopt.cost import Curve, LinkKey, Links
 from commopt.display import WIDTH, show_table, significant
 from commopt.groups import Membership, WireModel

@@ -14,7 +14,8 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from commopt.cluster.network import INTERFACE, RATE_VARIABLE, EmulatedLink
+from commopt.cluster.link import EmulatedLink
+from commopt.cluster.network import INTERFACE, RATE_VARIABLE
 from commopt.doctor.machine import Machine
 from commopt.doctor.network import NetworkInterface
 
