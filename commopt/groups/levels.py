@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -65,10 +65,13 @@ class LevelGroups:
         _log.info("the round trip between nodes takes %.0f ms: measuring with more connections", long_us / 1e3)
         trial = replace(self, name=f"{self.name}/trial")
         tried, rates = trial._whole(MOST_CONNECTIONS, choice.measure_gbps)
-        tried.close()
         count = choice.best(rates)
         chosen = Connections(count, choice.reason(rates, long_us))
         _log.info("%s", chosen)
+        if count == MOST_CONNECTIONS:
+            team.close()
+            return tried, chosen
+        tried.close()
         if count > 1:
             team.close()
             team, _ = replace(self, name=f"{self.name}/{count}")._whole(count)
@@ -82,7 +85,7 @@ class LevelGroups:
         A rank that went on and destroyed its groups would break connections that others are still making.
         """
         problem: Exception | None = None
-        measured = None
+        team = measured = None
         try:
             team = self._team(connections)
             apart = choice.across(team)
@@ -90,7 +93,11 @@ class LevelGroups:
                 measured = measure(apart.require_group("measuring"))
         except Exception as error:  # any error must be raised on the other ranks too
             problem = error
+            with suppress(RuntimeError):
+                if team is not None:
+                    team.close()  # which frees peers that wait in a measurement
         answers = self.meet("the end of commopt group setup", {"measured": measured}, problem=problem)
+        assert team is not None  # else there was a problem
         return team, [each["measured"] for each in answers if each["measured"] is not None]
 
     def _team(self, connections: int | None) -> Team:
