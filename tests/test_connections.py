@@ -24,7 +24,6 @@ from torch.distributed import distributed_c10d as c10d
 import commopt
 from commopt.cluster import EmulatedCluster
 from commopt.groups import choice, connections, join, levels
-from commopt.groups.connections import connections_of
 from commopt.groups.team import Team
 from tests.ranks import RankError, run
 from tests.speed import limit
@@ -60,7 +59,7 @@ def call_on_all_levels(rank: int, world_size: int, numels: Sequence[int], dtype:
     team = join().team
     levels = [team] if team.inter is None else [team, team.inter]
     results = [each for level in levels for numel in numels for each in call_everything(level, numel, dtype)]
-    return connections_of(levels[-1].require_group("a test")), results
+    return levels[-1].connections, results
 
 
 @pytest.mark.parametrize("nodes", [(1, 1), (1, 1, 1), (1, 1, 1, 1), (2, 2)], ids=str)
@@ -253,7 +252,7 @@ def choose(rank: int, world_size: int, long_us: float, fails: int = -1) -> tuple
     total = torch.ones(1 << 20)
     membership.team.all_reduce(total)
     apart = membership.team.inter or membership.team
-    counted = connections_of(apart.require_group("a test"))
+    counted = apart.connections
     assert counted == membership.connections.count
     return membership.connections.reason, counted, len(c10d._world.pg_map) - before, float(total[-1])
 
@@ -276,6 +275,7 @@ def test_where_one_rank_cannot_measure_all_raise_at_once() -> None:
     with pytest.raises(RankError) as info:
         run(choose, 2, 0.0, fails=1, nodes=(1, 1))
     assert set(info.value.errors) == {0, 1}
+    assert "commopt.errors.TransportError: a measurement over ranks (0, 1) failed" in info.value.errors[0]
     assert "ZeroDivisionError" in info.value.errors[1]
     assert time.monotonic() - begun < limit(30.0)
 

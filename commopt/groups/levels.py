@@ -90,9 +90,9 @@ class LevelGroups:
             team = self._team(connections)
             apart = choice.across(team)
             if measure is not None and apart is not None:
-                measured = measure(apart.require_group("measuring"))
+                measured = apart.call("a measurement", measure)
         except Exception as error:  # any error must be raised on the other ranks too
-            problem = error
+            problem = error.with_traceback(None)  # its frames would hold the group
             with suppress(RuntimeError):
                 if team is not None:
                     team.close()  # which frees peers that wait in a measurement

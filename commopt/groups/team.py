@@ -21,6 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 from commopt import recording
 from commopt.errors import CommoptError, LaneError, TransportError
 from commopt.groups import gloo, nccl, segments
+from commopt.groups.connections import connections_of
 from commopt.groups.gloo import apply_scale
 from commopt.groups.shape import TeamShape
 
@@ -110,7 +111,7 @@ class Team(TeamShape):
 
     def start_all_reduce(self, tensor: Tensor, *, scale: float = 1.0) -> Started:
         """Start what `all_reduce` does, and return. Two at once fill the pauses of each other's rings."""
-        group = self.require_group("all_reduce")
+        group = self._require_group("all_reduce")
         span = recording.primitive(self.level, "all_reduce", tensor.nbytes)
         span.__enter__()
         try:
@@ -165,6 +166,12 @@ class Team(TeamShape):
         numbers = mine.new_empty(self.size)
         self.all_gather(numbers, mine)
         return bool((numbers == number).all())
+
+    @property
+    def connections(self) -> int:
+        """Number of connections that gloo has between two of the ranks; 1 where there is none."""
+        group = self._live_group()
+        return 1 if group is None or "gloo" not in self._backends.values() else connections_of(group)
 
     def lost_ranks(self) -> list[int]:
         """Return the global ranks whose connection to this one is broken. Known for gloo only."""
@@ -229,21 +236,24 @@ class Team(TeamShape):
             if on_gloo:
                 call = partial(_by_way_of_the_host, call)
             if (captured := segments.capturing()) is not None:
-                captured.between(partial(self._call, primitive, call, *tensors, **how))  # replays are never recorded
+                captured.between(partial(self.call, primitive, call, *tensors, **how))  # replays are never recorded
                 return
         with recording.primitive(self.level, primitive, source.nbytes):
-            self._call(primitive, call, *tensors, **how)
+            self.call(primitive, call, *tensors, **how)
 
-    def _call(self, primitive: str, call: Collective, *tensors: Tensor, **how: Any) -> None:
-        group = self.require_group(primitive)
+    def call(self, primitive: str, call: Collective, *tensors: Tensor, **how: Any) -> object:
+        """Return what `call` returns with the process group, unrecorded.
+
+        Raises TransportError for errors that may come from a peer, LaneError when the group was destroyed.
+        """
+        group = self._require_group(primitive)
         try:
-            call(*tensors, group=group, **how)
+            return call(*tensors, group=group, **how)
         except RuntimeError as error:
             self._raise_of_peer(error, primitive)
             raise
 
-    def require_group(self, primitive: str) -> dist.ProcessGroup:
-        """Return the process group. Raises LaneError if it was destroyed."""
+    def _require_group(self, primitive: str) -> dist.ProcessGroup:
         group = None if self._closed or self._group is None else self._group()
         if group is None or not is_alive(group):
             raise LaneError(
