@@ -312,14 +312,14 @@ def over_a_long_path(tmp_path: Path, connections: str, repeats: int) -> tuple[in
     assert result.returncode == 0, result.stderr
     count, text, took = json.loads(result.stdout.strip().splitlines()[-1])
     print(count, text, [round(each, 2) for each in took], file=sys.stderr)
-    return count, text, sum(took)
+    return count, text, sum(took[repeats // 2 :])  # by then one connection has met losses
 
 
 @pytest.mark.slow
 @pytest.mark.cluster
 def test_a_long_path_with_losses_carries_three_times_as_much_over_the_chosen_connections(tmp_path: Path) -> None:
     """A round trip of 40 ms and a loss of 0.01 %: enough bytes for one connection to meet several losses."""
-    repeats = 8
+    repeats = 12
     _, _, one_s = over_a_long_path(tmp_path, "1", repeats)
     count, text, several_s = over_a_long_path(tmp_path, "auto", repeats)
     assert count > 1, text

@@ -106,6 +106,12 @@ def test_one_connection_that_does_not_fill_the_link() -> None:
     verdict = judge(replace(HEALTHY, wires=wires, levels=(level(2.4),)))
     assert "2.50 Gb/s is reached over eth0, and 4 connections carry 3.8 times as much" in verdict.sentence
     assert verdict.first == "export GLOO_SOCKET_IFNAME=eth0,eth0,eth0,eth0"
+    over_nccl = judge(replace(HEALTHY, wires=wires, levels=(level(2.4),), backend="nccl"))
+    assert "4 connections carry 3.8 times as much; NCCL opens one a channel" in over_nccl.sentence
+    assert over_nccl.first == "export NCCL_SOCKET_NTHREADS=2 NCCL_NSOCKS_PERTHREAD=2"  # four together, as measured
+    split = judge(replace(HEALTHY, wires=wires, levels=(level(9.2),), connections="8 connections: measured"))
+    assert split.status == AS_IT_SHOULD_BE  # what several connections reach already
+    assert split.notes == ("8 connections: measured.",)
 
 
 def test_a_disturbed_test_of_an_interface_blames_nobody_where_collectives_got_more_through_it() -> None:

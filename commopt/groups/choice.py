@@ -22,7 +22,7 @@ from topology.network import rate_text
 LONG_US = 4000.0
 """A round trip from which on rates are measured."""
 COUNTS = (1, 2, 4, MOST_CONNECTIONS)
-AS_FAST = 0.6
+AS_FAST = 0.5
 """Of the best rate. A trial is short, and one connection may meet none of the losses that hold it back later."""
 
 _TRIES = 4

@@ -151,6 +151,7 @@ class Measurements:
     backend: "gloo" or "nccl".
     unmeasured: why something is missing, "" if nothing is.
     network: the sites that were found; None where they were told, or where there are too few nodes for any.
+    connections: of gloo between two ranks, and who chose their number, where somebody has.
     """
 
     nodes: tuple[str, ...]
@@ -164,6 +165,7 @@ class Measurements:
     unmeasured: str = ""
     date: str = ""
     network: Network | None = None
+    connections: str = ""
 
     @property
     def used(self) -> tuple[InterfaceRates, ...]:

@@ -237,8 +237,9 @@ def _one_connection(found: Measurements) -> Iterator[Cause]:
         return
     name = found.used[0].interface
     nccl = found.backend == "nccl"
+    # NCCL shares the sockets of a channel out to its threads: as many together as were measured.
     remedy = (
-        "export NCCL_SOCKET_NTHREADS=4 NCCL_NSOCKS_PERTHREAD=4"
+        f"export NCCL_SOCKET_NTHREADS=2 NCCL_NSOCKS_PERTHREAD={CONNECTIONS // 2}"
         if nccl
         else f"export GLOO_SOCKET_IFNAME={','.join([name] * CONNECTIONS)}"
     )
@@ -246,7 +247,7 @@ def _one_connection(found: Measurements) -> Iterator[Cause]:
     text = (
         f"{rate_text(one)} is reached over {name}, and {CONNECTIONS} connections carry {min(gains):.1f} times as much"
     )
-    yield Cause(min(gains), text, remedy)
+    yield Cause(min(gains), f"{text}; NCCL opens one a channel" if nccl else text, remedy)
 
 
 def _across(found: Measurements) -> Level | None:
@@ -375,6 +376,8 @@ def _notes(found: Measurements) -> Iterator[str]:
     if any(counts.values()):
         told = " and ".join(f"{count} {name}(s)" for name, count in counts.items() if count)
         yield f"The checks found {told}: python -m commopt doctor"
+    if found.connections:
+        yield f"{found.connections}."
     if found.unmeasured:
         yield f"Not everything was measured: {found.unmeasured}."
 
