@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from commopt.cluster import link_rate, site_options
+from commopt.cluster import cluster_options, link_rate
 from commopt.document import read_text
 from commopt.version import __version__, revision
 
@@ -59,7 +59,7 @@ def command_of(module: str, ranks_per_node: Sequence[int]) -> str:
     if rate:
         counts = ",".join(map(str, ranks_per_node))
         shape = ["--nodes", str(len(ranks_per_node)), "--ranks-per-node", counts, "--rate", rate]
-        command = ["-m", "bench.cluster", *shape, *site_options(), *command]
+        command = ["-m", "bench.cluster", *shape, *cluster_options(), *command]
     return shlex.join(["python", *command])
 
 

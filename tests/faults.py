@@ -530,6 +530,22 @@ FAULTS: tuple[Fault, ...] = (
         ("test_cluster",),
     ),
     Fault(
+        "the relay of an emulated link hands frames on before they are due",
+        "commopt/cluster/relay.py",
+        "if not self._frames or self._frames[0][0] > now_s:",
+        "if not self._frames:",
+        "cluster: links as asked for",
+        ("test_cluster_relay",),
+    ),
+    Fault(
+        "a relay that has ended is not noticed",
+        "commopt/cluster/cli.py",
+        "self._network.check_relays()",
+        "pass",
+        NOBODY_HANGS,
+        ("test_cluster_links",),
+    ),
+    Fault(
         "nodes of another length are taken to share the links inside a node",
         "commopt/cost/pricing.py",
         '"intra": shape.ranks_per_node.count(team.size)',

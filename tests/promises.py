@@ -281,6 +281,11 @@ GATE: dict[str, tuple[str, ...]] = {
         "test_feedback_convergence.py::test_feedback_reaches_the_loss_of_dense_training[3-names0]",
     ),
     "a slow network is emulated": ("test_cluster.py::test_command_line_runs_a_module_and_reports",),
+    "a lossy network is emulated, too": (
+        "test_cluster_links.py::test_a_round_trip_takes_the_delays_of_both_nodes",
+        "test_cluster_links.py::test_the_command_cuts_a_link_and_reports_what_was_sent_again",
+        "test_verdict_cluster.py::test_one_stream_on_a_long_path_is_named_with_the_number_that_carries_more",
+    ),
     "it trains in Lightning, Accelerate and Transformers": (
         "test_integrations_lightning.py::test_lightning_and_fabric",
         "test_integrations_transformers.py::test_accelerate_and_the_trainer",

@@ -97,6 +97,16 @@ def test_a_node_with_a_slower_link_is_named() -> None:
     assert f"$ ethtool eth0 # on {slow}" in " ".join(result.stdout.split())
 
 
+def test_one_stream_on_a_long_path_is_named_with_the_number_that_carries_more() -> None:
+    with EmulatedCluster(nodes=2, ranks_per_node=1, rate="200mbit", delay="20ms", loss="0.01%") as cluster:
+        result = measured(cluster)
+    assert result.returncode == SLOWER, result.stdout + result.stderr[-2000:]
+    assert re.search(
+        r"Mb/s is reached over eth0 by one stream on a path of 4\d ms, and 4 connections", sentence(result)
+    )
+    assert "$ export GLOO_SOCKET_IFNAME=eth0,eth0,eth0,eth0" in result.stdout
+
+
 def test_an_interface_that_is_slower_than_another_is_named_with_the_right_one() -> None:
     with EmulatedCluster(nodes=2, ranks_per_node=1, rate=RATE) as cluster:
         first, second = node(cluster, 0), node(cluster, 1)

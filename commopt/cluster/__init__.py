@@ -18,9 +18,10 @@ NCCL_HOSTID tells the nodes apart.
 from commopt.cluster.cli import EmulatedCluster
 from commopt.cluster.commands import ClusterUnavailableError
 from commopt.cluster.link import EmulatedLink
-from commopt.cluster.network import Counters, LinkTraffic, link_rate, traffic
+from commopt.cluster.network import Counters, LinkTraffic, cluster_options, link_rate, traffic
+from commopt.cluster.relay_process import RelayError
 from commopt.cluster.report import NodeTraffic, Result
-from commopt.cluster.sites import EmulatedSites, site_options
+from commopt.cluster.sites import EmulatedSites
 
 __all__ = [
     "ClusterUnavailableError",
@@ -30,8 +31,9 @@ __all__ = [
     "EmulatedSites",
     "LinkTraffic",
     "NodeTraffic",
+    "RelayError",
     "Result",
+    "cluster_options",
     "link_rate",
-    "site_options",
     "traffic",
 ]

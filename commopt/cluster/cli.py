@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -20,9 +21,18 @@ from typing import IO, Any
 from commopt.cluster.commands import ClusterUnavailableError
 from commopt.cluster.events import LinkTimeline, StartSignal, read_cuts, read_links
 from commopt.cluster.link import EmulatedLink
-from commopt.cluster.network import INTERFACE, MAX_NODES, RATE_VARIABLE, EmulatedNetwork, address, uninterrupted
+from commopt.cluster.network import (
+    INTERFACE,
+    MAX_NODES,
+    OPTIONS_VARIABLE,
+    RATE_VARIABLE,
+    RELAY_BPS,
+    EmulatedNetwork,
+    address,
+    uninterrupted,
+)
 from commopt.cluster.report import NodeTraffic, Result, show
-from commopt.cluster.sites import SITES_VARIABLE, EmulatedSites
+from commopt.cluster.sites import EmulatedSites
 from commopt.command_line import refuse, whole
 
 # Time for the other nodes to fail after the first one, and then to react to SIGTERM.
@@ -76,6 +86,10 @@ class EmulatedCluster:
         self.sites = EmulatedSites() if sites is None else sites
         if self.sites.nodes and sum(self.sites.nodes) != nodes:
             raise ValueError(f"sites of {self.sites.nodes} nodes hold {sum(self.sites.nodes)} nodes, not {nodes}")
+        impaired = [word for name, text in (("--delay", delay), ("--loss", loss)) for word in (name, text)]
+        several = (("--node", node_links), ("--cut", cuts), ("--flap", flaps))
+        self._options = [*shlex.split(self.sites.options()), *(impaired if self.link.is_impaired else [])]
+        self._options += [word for name, texts in several for text in texts for word in (name, text)]
         site_of = [self.sites.site_of(node_rank) for node_rank in range(nodes)]
         self._network = EmulatedNetwork(links, site_of, self.sites.link)
 
@@ -138,6 +152,8 @@ class EmulatedCluster:
         stdout: list[str] = []
         stderr: list[str] = []
         log = stderr.append if capture else _write_stderr
+        if self._network.is_faster_than_relays:
+            log(f"[cluster] a relay carries up to {RELAY_BPS / 1e9:g} Gbit/s; pass a --rate below that\n")
         agents: list[subprocess.Popen[str]] = []
         pumps: list[threading.Thread] = []
 
@@ -201,7 +217,7 @@ class EmulatedCluster:
         return {
             **told,
             RATE_VARIABLE: self.rate,
-            SITES_VARIABLE: self.sites.options(),
+            OPTIONS_VARIABLE: shlex.join(self._options),
             "NCCL_HOSTID": self._network.nodes[node_rank],
             "NCCL_IB_DISABLE": "1",
             "NCCL_SOCKET_IFNAME": INTERFACE,

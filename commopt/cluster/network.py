@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import threading
@@ -23,6 +25,7 @@ from commopt.cluster.relay_process import Relay, program
 
 INTERFACE = "eth0"
 RATE_VARIABLE = "BENCH_CLUSTER_RATE"
+OPTIONS_VARIABLE = "BENCH_CLUSTER_OPTIONS"
 PROC_FILES = ("/proc/net/dev", "/proc/net/snmp")  # the input of LinkTraffic.parse
 
 # Ethernet 14, IPv4 20, TCP with timestamps 32.
@@ -101,6 +104,11 @@ def link_rate() -> str | None:
     return os.environ.get(RATE_VARIABLE)
 
 
+def cluster_options() -> list[str]:
+    """Return the options of `commopt cluster` around this process, beside those of nodes, ranks and rate."""
+    return shlex.split(os.environ.get(OPTIONS_VARIABLE, ""))
+
+
 def traffic() -> LinkTraffic:
     """Return the counters of this process's node, which all its ranks share.
 
@@ -122,6 +130,8 @@ _NAMESPACES = Path("/run/netns")
 _CONFIGURATIONS = Path("/etc/netns")  # `ip netns exec NAME` sees NAME/hosts here as /etc/hosts
 _SERIAL = itertools.count()
 _KILL_TIMEOUT_S = 10
+RELAY_BPS = 1e9
+"""More than this takes all of a processor for one relay."""
 
 
 class EmulatedNetwork:
@@ -143,6 +153,7 @@ class EmulatedNetwork:
         self.name = f"commopt-{os.getpid()}-{next(_SERIAL)}"
         self.nodes = tuple(f"{self.name}-node{node_rank}" for node_rank in range(len(links)))
         self._relays: dict[int, Relay] = {}
+        self._sends_whole = False
         self._hub = f"{self.name}-hub"
 
     def build(self) -> None:
@@ -166,11 +177,12 @@ class EmulatedNetwork:
             ip("-n", node, "link", "add", INTERFACE, "type", "veth", "peer", "name", port, "netns", self._hub)
             ip("-n", node, "address", "add", f"{address(node_rank)}/24", "dev", INTERFACE)
             self._plug(port, f"br{self._site_of[node_rank]}")
-            self._shape(node_rank, self.links[node_rank])
             _up(node, INTERFACE)
             ip("-n", node, "route", "change", _SUBNET, "dev", INTERFACE, *_ROUTE, "src", address(node_rank))
             _up(node, "lo")
             run(self.enter(node_rank, ["true"]))
+        for node_rank, link in enumerate(self.links):
+            self._shape(node_rank, link)
 
     def _build_sites(self) -> None:
         sites = sorted(set(self._site_of))
@@ -224,8 +236,10 @@ class EmulatedNetwork:
     def _shape(self, node_rank: int, link: EmulatedLink) -> None:
         node, port = self.nodes[node_rank], f"node{node_rank}"
         netem = link.is_impaired and self.has_netem
-        if link.is_impaired:
-            run(self.enter(node_rank, program("whole", INTERFACE)))
+        if link.is_impaired and not self._sends_whole:
+            self._sends_whole = True
+            for sender in range(len(self.nodes)):
+                run(self.enter(sender, program("whole", INTERFACE)))
         for arguments in link.near_end(netem):
             tc("-n", node, "qdisc", "add", "dev", INTERFACE, *arguments)
         for arguments in link.far_end():
@@ -234,6 +248,11 @@ class EmulatedNetwork:
             self._insert_relay(node_rank)
         if node_rank in self._relays:
             self._relays[node_rank].set(link.delay_us, link.loss)
+
+    @property
+    def is_faster_than_relays(self) -> bool:
+        """Whether a node with a relay may send more than that carries."""
+        return any((self.links[node_rank].send_bps or math.inf) > RELAY_BPS for node_rank in self._relays)
 
     @cached_property
     def has_netem(self) -> bool:

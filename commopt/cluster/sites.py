@@ -3,15 +3,12 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
 from commopt.cluster.link import EmulatedLink
-
-SITES_VARIABLE = "BENCH_CLUSTER_SITES"
 
 
 @dataclass(frozen=True)
@@ -56,8 +53,3 @@ class EmulatedSites:
             return ""
         told = ["--tell-sites"] if self.told else []
         return shlex.join(["--sites", ",".join(map(str, self.nodes)), "--site-rate", self.rate, *told])
-
-
-def site_options() -> list[str]:
-    """Return the options of `commopt cluster` that made the sites around this process."""
-    return shlex.split(os.environ.get(SITES_VARIABLE, ""))

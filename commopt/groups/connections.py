@@ -31,10 +31,12 @@ class Connections:
 
     count: their number.
     reason: who chose it.
+    measured: whether commopt chose several by itself.
     """
 
     count: int = 1
     reason: str = "as gloo has them"
+    measured: bool = False
 
     def __str__(self) -> str:
         return f"{self.count} connection{'s' * (self.count > 1)} between two ranks of different nodes: {self.reason}"

@@ -66,7 +66,7 @@ class LevelGroups:
         trial = replace(self, name=f"{self.name}/trial")
         tried, rates = trial._whole(MOST_CONNECTIONS, choice.measure_gbps)
         count = choice.best(rates)
-        chosen = Connections(count, choice.reason(rates, long_us))
+        chosen = Connections(count, choice.reason(rates, long_us), count > 1)
         _log.info("%s", chosen)
         if count == MOST_CONNECTIONS:
             team.close()

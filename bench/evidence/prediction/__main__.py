@@ -26,7 +26,7 @@ from bench.evidence.prediction.predict import predict, with_own_work
 from bench.evidence.prediction.probe import Probe, Probed, Processors, wanted
 from bench.evidence.prediction.report import Configuration, Environment
 from bench.evidence.training_run import Profile, TrainingRun
-from commopt.cluster import site_options
+from commopt.cluster import cluster_options
 from commopt.command_line import CommandParser, number, output_file
 from commopt.groups import TeamShape, join
 from commopt.probe.prober import link_text, work_text
@@ -168,7 +168,7 @@ def describe(shape: TeamShape, probed: Probed) -> Environment:
     return Environment(
         **run_of("bench.evidence.prediction"),
         nodes=list(shape.ranks_per_node),
-        sites=shlex.join(site_options()),
+        sites=shlex.join(cluster_options()),
         probe_s=probed.spent_s,
         links={name: [*time.points[-1], busy.points[-1][1]] for name, (time, busy) in named.items()},
     )

@@ -177,7 +177,7 @@ class Examination:
         counts = tuple(len(node) for node in membership.cluster.nodes)
         self.found.add(nodes=names, ranks=counts, backend="nccl" if gpus else "gloo")
         if membership.connections != Connections():
-            self.found.add(connections=str(membership.connections))
+            self.found.add(connections=str(membership.connections), split=membership.connections.measured)
         self._say("the pace of every rank")
         self.found.add(paces=measure_paces(membership, device))
         if looks_for_sites(membership):

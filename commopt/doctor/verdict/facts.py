@@ -152,6 +152,7 @@ class Measurements:
     unmeasured: why something is missing, "" if nothing is.
     network: the sites that were found; None where they were told, or where there are too few nodes for any.
     connections: of gloo between two ranks, and who chose their number, where somebody has.
+    split: whether commopt chose several by itself, so that its collectives tell nothing on one, which others have.
     """
 
     nodes: tuple[str, ...]
@@ -166,6 +167,7 @@ class Measurements:
     date: str = ""
     network: Network | None = None
     connections: str = ""
+    split: bool = False
 
     @property
     def used(self) -> tuple[InterfaceRates, ...]:

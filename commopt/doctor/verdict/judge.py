@@ -26,6 +26,8 @@ UNEQUAL = 0.67
 """Of the others' median: below it a node or a rank is called slow."""
 MORE = 1.5
 """How much faster another interface, or several connections, must be to be worth a change."""
+LONG_PATH_US = 5000.0
+"""A round trip so long is said beside what one connection reaches: windows and losses bound it there."""
 LATE_SHARE = 0.05
 """Of a step: by how much a rank must delay the others to be named."""
 BUSY_SHARE = 0.25
@@ -120,7 +122,7 @@ def _at_least(wire: InterfaceRates, found: Measurements) -> InterfaceRates:
     reached = level.best_gbps
     more = {
         name: max(rate, reached)
-        for name in ("send_gbps", "receive_gbps", "several_gbps")
+        for name in (() if found.split else ("send_gbps", "receive_gbps")) + ("several_gbps",)
         if (rate := getattr(wire, name)) is not None
     }
     return replace(wire, **more)
@@ -244,9 +246,10 @@ def _one_connection(found: Measurements) -> Iterator[Cause]:
         else f"export GLOO_SOCKET_IFNAME={','.join([name] * CONNECTIONS)}"
     )
     one = min(wire.one_gbps or 0.0 for wire in found.used)
-    text = (
-        f"{rate_text(one)} is reached over {name}, and {CONNECTIONS} connections carry {min(gains):.1f} times as much"
-    )
+    latency_us = min((wire.latency_us for wire in found.used if wire.latency_us is not None), default=0.0)
+    path = f" by one stream on a path of {latency_us / 1000:.0f} ms" if latency_us >= LONG_PATH_US else ""
+    more = f"{CONNECTIONS} connections carry {min(gains):.1f} times as much"
+    text = f"{rate_text(one)} is reached over {name}{path}, and {more}"
     yield Cause(min(gains), f"{text}; NCCL opens one a channel" if nccl else text, remedy)
 
 

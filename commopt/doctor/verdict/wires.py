@@ -22,8 +22,12 @@ from commopt.doctor.verdict.facts import InterfaceRates
 
 CONNECTIONS = 4
 MOST_PARTNERS, MOST_INTERFACES = 3, 4
-SEND_S, SKIP_S = 0.6, 0.2
-"""For how long a connection sends, and its beginning, which does not count: TCP is slow until it knows the network."""
+SEND_S, LONGEST_S, ROUND_TRIPS = 0.6, 6.0, 150
+"""For how long a connection sends: longer on a long path, where one stream is fast until its first packet is lost."""
+TOGETHER_S = 24.0
+"""All rounds, at most, unless SEND_S is more."""
+SKIPPED = 3
+"""One part in so many, at the beginning, does not count: TCP is slow until it knows the network."""
 REACH_S = 2.0
 
 _BLOCK = bytes(1 << 20)
@@ -86,7 +90,8 @@ class _Receiver:
         arrived = sorted(self._arrived.get(number, []))
         if not arrived:
             return None
-        first, last = arrived[0][0] + SKIP_S, min(arrived[-1][0], arrived[0][0] + SEND_S)
+        first, last = arrived[0][0], min(arrived[-1][0], arrived[0][0] + LONGEST_S)
+        first += (last - first) / SKIPPED
         nbytes = sum(count for at, count in arrived if first < at <= last)
         return nbytes * 8e-9 / (last - first) if last > first and nbytes else None
 
@@ -99,7 +104,7 @@ class _Receiver:
     def _receive(self, connection: socket.socket) -> None:
         buffer = memoryview(bytearray(1 << 20))
         with suppress(OSError), connection:
-            connection.settimeout(SEND_S + REACH_S)
+            connection.settimeout(LONGEST_S + REACH_S)
             header = b""
             while len(header) < _HEADER_BYTES:
                 part = connection.recv(_HEADER_BYTES - len(header))
@@ -113,15 +118,18 @@ class _Receiver:
                 arrived.append((time.monotonic(), count))
 
 
-def _send(source: Endpoint, target: Endpoint, port: int, header: bytes) -> float | None:
-    """Send for SEND_S; return the microseconds that connecting took, None if nobody answered."""
+def _send(source: Endpoint, target: Endpoint, port: int, header: bytes, longest_s: float) -> float | None:
+    """Send for ROUND_TRIPS, but SEND_S at least and `longest_s` at most.
+
+    Returns the microseconds that connecting took, None if nobody answered.
+    """
     try:
         begun = time.monotonic()
         connection = socket.create_connection((target.address, port), REACH_S, (source.address, 0))
         latency_us = (time.monotonic() - begun) * 1e6
         with connection:
             connection.sendall(header)
-            until = time.monotonic() + SEND_S
+            until = time.monotonic() + max(SEND_S, min(ROUND_TRIPS * latency_us / 1e6, longest_s))
             while time.monotonic() < until:
                 connection.send(_BLOCK)
             # What waits in the buffers is not worth waiting for: the time is over.
@@ -189,12 +197,13 @@ def measure_wires(
             for shift in range(1, min(len(nodes) - 1, MOST_PARTNERS) + 1)
             for count in ((1, CONNECTIONS) if slot == 0 else (1,))
         ]
+        longest_s = min(LONGEST_S, TOGETHER_S / max(len(rounds), 1))
         latencies: dict[str, float] = {}
         for number, (slot, shift, count) in enumerate(rounds):
             if rank == 0 and shift == 1:
                 say(f"interface {slot + 1}, {count} connection(s)")
             if mine is not None:
-                latency_us = _round(nodes, mine, slot, shift, count, number)
+                latency_us = _round(nodes, mine, (slot, shift, count), number, longest_s)
                 if latency_us is not None:
                     latencies[str(slot)] = min(latency_us, latencies.get(str(slot), latency_us))
             exchange(f"round {number}", {})
@@ -217,14 +226,17 @@ def _target(nodes: Sequence[_Node], place: int, slot: int, shift: int) -> tuple[
     return None if found is None else (other, source, found)
 
 
-def _round(nodes: Sequence[_Node], mine: int, slot: int, shift: int, count: int, number: int) -> float | None:
+def _round(
+    nodes: Sequence[_Node], mine: int, turn: tuple[int, int, int], number: int, longest_s: float
+) -> float | None:
+    slot, shift, count = turn
     way = _target(nodes, mine, slot, shift)
     if way is None:
         return None
     other, source, target = way
     header = other.token + number.to_bytes(4, "big")
     with ThreadPoolExecutor(count) as pool:
-        tries = [pool.submit(_send, source, target, other.port, header) for _ in range(count)]
+        tries = [pool.submit(_send, source, target, other.port, header, longest_s) for _ in range(count)]
         return min((took for each in tries if (took := each.result()) is not None), default=None)
 
 
