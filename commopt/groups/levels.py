@@ -90,7 +90,7 @@ class LevelGroups:
             team = self._team(connections)
             apart = choice.across(team)
             if measure is not None and apart is not None:
-                measured = apart.call("a measurement", measure)
+                measured = apart.measure(measure)
         except Exception as error:  # any error must be raised on the other ranks too
             problem = error.with_traceback(None)  # its frames would hold the group
             with suppress(RuntimeError):

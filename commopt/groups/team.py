@@ -236,16 +236,16 @@ class Team(TeamShape):
             if on_gloo:
                 call = partial(_by_way_of_the_host, call)
             if (captured := segments.capturing()) is not None:
-                captured.between(partial(self.call, primitive, call, *tensors, **how))  # replays are never recorded
+                captured.between(partial(self._call, primitive, call, *tensors, **how))  # replays are never recorded
                 return
         with recording.primitive(self.level, primitive, source.nbytes):
-            self.call(primitive, call, *tensors, **how)
+            self._call(primitive, call, *tensors, **how)
 
-    def call(self, primitive: str, call: Collective, *tensors: Tensor, **how: Any) -> object:
-        """Return what `call` returns with the process group, unrecorded.
+    def measure(self, call: Callable[[dist.ProcessGroup], object]) -> object:
+        """Return what `call` returns for the process group. Raises TransportError for what may come from a peer."""
+        return self._call("a measurement", lambda group: call(group))
 
-        Raises TransportError for errors that may come from a peer, LaneError when the group was destroyed.
-        """
+    def _call(self, primitive: str, call: Collective, *tensors: Tensor, **how: Any) -> object:
         group = self._require_group(primitive)
         try:
             return call(*tensors, group=group, **how)
