@@ -104,10 +104,10 @@ def sent_by_connection() -> dict[str, int]:
             with socket.socket(fileno=os.dup(int(name))) as own:
                 if own.type == socket.SOCK_STREAM and own.family in (socket.AF_INET, socket.AF_INET6):
                     key = f"{own.getsockname()[:2]} {own.getpeername()[:2]}"
-                    # tcpi_bytes_sent of <linux/tcp.h>
-                    sent[key] = struct.unpack_from("Q", own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 208), 200)[
-                        0
-                    ]
+                    # tcpi_bytes_sent and tcpi_bytes_retrans of <linux/tcp.h>
+                    info = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 216)
+                    all_bytes, again = struct.unpack_from("2Q", info, 200)
+                    sent[key] = all_bytes - again
         except OSError:  # closed meanwhile, or not connected
             continue
     return sent
