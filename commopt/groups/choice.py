@@ -2,7 +2,7 @@
 """How many connections gloo gets between nodes where nobody says: measured once, and only where the path is long.
 
 One TCP connection carries a window of bytes in each round trip, and every lost packet halves its window. On a short
-path neither matters, and more connections only cost. So the round trip is measured always, which takes four of them,
+path neither matters, and more connections only cost. So the round trip is measured always, which takes eight of them,
 and rates only where it is long.
 """
 
@@ -25,7 +25,7 @@ COUNTS = (1, 2, 4, MOST_CONNECTIONS)
 AS_FAST = 0.5
 """Of the best rate. A trial is short, and one connection may meet none of the losses that hold it back later."""
 
-_TRIES = 4
+_TRIES = 8  # the shortest counts: a busy host is not a long path
 _RUN_US, _BUDGET_US, _MOST_ROUNDS = 0.2e6, 4e6, 6
 _LEAST_NBYTES, _MOST_NBYTES = 2**17, 2**24
 
