@@ -28,7 +28,7 @@ from commopt.doctor.verdict.measure import CollectiveProber, Found, measure_pace
 from commopt.doctor.verdict.show import changes, lines_of
 from commopt.doctor.verdict.wires import measure_wires, own_endpoints
 from commopt.errors import CommoptError, ConfigurationError, MismatchError
-from commopt.groups import Connections, Membership, join
+from commopt.groups import Membership, join
 from commopt.groups.agreement import exchange_facts
 from commopt.groups.signed import own_secret
 from commopt.groups.store import limited
@@ -176,8 +176,7 @@ class Examination:
         gpus = device.type == "cuda"
         counts = tuple(len(node) for node in membership.cluster.nodes)
         self.found.add(nodes=names, ranks=counts, backend="nccl" if gpus else "gloo")
-        if membership.connections != Connections():
-            self.found.add(connections=str(membership.connections), split=membership.connections.measured)
+        self.found.add(connections=membership.connections.count, split=membership.connections.measured)
         self._say("the pace of every rank")
         self.found.add(paces=measure_paces(membership, device))
         if looks_for_sites(membership):

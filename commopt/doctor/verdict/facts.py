@@ -151,7 +151,7 @@ class Measurements:
     backend: "gloo" or "nccl".
     unmeasured: why something is missing, "" if nothing is.
     network: the sites that were found; None where they were told, or where there are too few nodes for any.
-    connections: of gloo between two ranks, and who chose their number, where somebody has.
+    connections: number of connections of gloo between two ranks of different nodes.
     split: whether commopt chose several by itself, so that its collectives tell nothing on one, which others have.
     """
 
@@ -166,7 +166,7 @@ class Measurements:
     unmeasured: str = ""
     date: str = ""
     network: Network | None = None
-    connections: str = ""
+    connections: int = 1
     split: bool = False
 
     @property

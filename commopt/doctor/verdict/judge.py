@@ -379,8 +379,9 @@ def _notes(found: Measurements) -> Iterator[str]:
     if any(counts.values()):
         told = " and ".join(f"{count} {name}(s)" for name, count in counts.items() if count)
         yield f"The checks found {told}: python -m commopt doctor"
-    if found.connections:
-        yield f"{found.connections}."
+    if found.connections > 1:
+        by = "commopt chose" if found.split else "You have"
+        yield f"{by} {found.connections} connections between two ranks; without them there is one."
     if found.unmeasured:
         yield f"Not everything was measured: {found.unmeasured}."
 
