@@ -37,10 +37,10 @@ def across(team: Team) -> Team | None:
     return team if team.node_count == team.size > 1 else None
 
 
-def round_trip_us(group: dist.ProcessGroup) -> float:
+def round_trip_us(group: dist.ProcessGroup) -> int:
     """Return the shortest of some round trips between neighbours, the longest of all ranks; collective."""
     token = torch.zeros(1, device="cpu")
-    return _longest(min(_neighbours_us(token, group, 1) for _ in range(_TRIES)), group)
+    return round(_longest(min(_neighbours_us(token, group, 1) for _ in range(_TRIES)), group))
 
 
 def measure_gbps(group: dist.ProcessGroup) -> list[float]:
