@@ -43,6 +43,7 @@ EXACT_WEIGHTS = "exact weights have FSDP's own bits, in no more bytes"
 FOLLOWED = "a reader has the bits of a version that was written, or none"
 ADAMW = "without compression, `adam=` is torch's AdamW"
 FALLS_BEHIND = "`auto` leaves a strategy by which the model falls behind exact averages"
+CONNECTIONS = "any number of connections gives the bits of one, and all are used"
 NEVER_SLOWER = "never slower in silence"
 ASKED = "the store is asked as much of each rank in every world, and a bounded number a second"
 
@@ -690,6 +691,22 @@ FAULTS: tuple[Fault, ...] = (
         'to_bytes(4, "big")',
         "doctor: facts of the machine",
         ("test_doctor_checks",),
+    ),
+    Fault(
+        "a message takes one of several connections",
+        "commopt/groups/gloo.py",
+        "return max(1, min(connections, nbytes // _PART_NBYTES))",
+        "return 1",
+        CONNECTIONS,
+        ("test_connections",),
+    ),
+    Fault(
+        "parts of a sum in gloo's ring have no share of every chunk",
+        "commopt/groups/gloo.py",
+        "    if size == 2:\n",
+        "    if size >= 2:\n",
+        CONNECTIONS,
+        ("test_connections",),
     ),
     Fault(
         "a page takes names of other hosts as HTML",

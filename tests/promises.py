@@ -39,6 +39,7 @@ _PLANS = "test_hook_plans.py::test_gradients_stay_right_while_plans_change"
 _MODES = "test_sharded_modes.py::test_mode"
 _HOSTILE = "test_server_hostile.py::"
 _COUNTED = "test_wire_bytes.py::test_promised_bytes_are_sent"
+_CONNECTIONS = "test_connections.py::"
 _MEMORY = "test_memory.py::test_no_preset_needs_more_than_its_docstring_says"
 
 
@@ -213,6 +214,12 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
             "test_scale.py::test_ranks_that_wait_look_so_often_in_all_and_see_the_answer_soon",
             "test_scale.py::test_beats_ask_a_bounded_number_of_requests_a_second",
         ),
+    ),
+    "any number of connections gives the bits of one, and all are used": _all(
+        tuple(KINDS),
+        f"{_CONNECTIONS}test_any_number_of_connections_gives_the_bits_of_one[float32-(2, 2)]",
+        f"{_CONNECTIONS}test_any_number_of_connections_gives_the_bits_of_one[float32-(1, 1, 1)]",
+        f"{_CONNECTIONS}test_every_connection_carries_its_share[3-COMMOPT_CONNECTIONS]",
     ),
     "never slower in silence": {
         "auto": (

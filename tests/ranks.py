@@ -44,7 +44,7 @@ Nodes = Sequence[int] | Sequence[Sequence[int]]
 # What the caller's shell may hold and a job must not see unless it asks for it.
 _CLEAN_ENV: dict[str, str | None] = {
     **dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")),
-    **dict.fromkeys(("NCCL_HOSTID", "COMMOPT_RANKS_PER_NODE", "COMMOPT_SITE", "COMMOPT_CHECK")),
+    **dict.fromkeys(("NCCL_HOSTID", "COMMOPT_RANKS_PER_NODE", "COMMOPT_SITE", "COMMOPT_CHECK", "COMMOPT_CONNECTIONS")),
     **dict.fromkeys(("SLURM_TOPOLOGY_ADDR", "SLURM_TOPOLOGY_ADDR_PATTERN")),
     "COMMOPT_PLAN": "ddp",  # plans depend on the clock: only for who asks
     "COMMOPT_HEARTBEAT": "0",  # beats outlive a job, and would wait for a store that is gone: only for who asks

@@ -25,6 +25,7 @@ import commopt
 from commopt.errors import TransportError
 from commopt.groups import build, join
 from commopt.groups.agreement import exchange_facts
+from commopt.groups.levels import LevelGroups
 from commopt.groups.store import LimitedStore, _StoreConnection, limited
 from tests.ranks import run
 from tests.speed import limit
@@ -94,7 +95,7 @@ def test_a_load_that_one_rank_never_made_leaves_nothing_behind() -> None:
 
 
 def fail_to_make_groups(rank: int, world_size: int) -> str:
-    make, before = build._build_team, len(c10d._world.pg_map)
+    make, before = LevelGroups._team, len(c10d._world.pg_map)
 
     def make_and_fail(*arguments: Any) -> None:
         make(*arguments)
@@ -102,7 +103,7 @@ def fail_to_make_groups(rank: int, world_size: int) -> str:
 
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(build, "_build_team", make_and_fail)
+            patch.setattr(LevelGroups, "_team", make_and_fail)
         with pytest.raises((RuntimeError, commopt.ConfigurationError)) as info:
             commopt.Communicator(timeout=10)
     assert len(c10d._world.pg_map) == before
@@ -188,7 +189,7 @@ RESTARTED_SCRIPT = """
     from pathlib import Path
     import torch, torch.distributed as dist
     import commopt
-    from commopt.groups import build
+    from commopt.groups.levels import LevelGroups
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     store, rank, world_size = next(dist.rendezvous("env://"))
     # Torch itself may read addresses of the attempt before, and then fails: not what this is about.
@@ -202,7 +203,7 @@ RESTARTED_SCRIPT = """
     if attempt == 0 and rank == 1:
         os._exit(3)  # before anything of commopt, where the other waits
     if attempt == 1 and rank == 1:
-        build._build_team = lambda *arguments: os._exit(4)  # in the middle of it
+        LevelGroups._team = lambda *arguments: os._exit(4)  # in the middle of it
     try:
         x = torch.ones(3)
         commopt.Communicator(timeout=20).all_reduce(x, op="sum")

@@ -106,6 +106,13 @@ def test_one_connection_that_does_not_fill_the_link() -> None:
     verdict = judge(replace(HEALTHY, wires=wires, levels=(level(2.4),)))
     assert "2.50 Gb/s is reached over eth0, and 4 connections carry 3.8 times as much" in verdict.sentence
     assert verdict.first == "export GLOO_SOCKET_IFNAME=eth0,eth0,eth0,eth0"
+    over_nccl = judge(replace(HEALTHY, wires=wires, levels=(level(2.4),), backend="nccl"))
+    assert "4 connections carry 3.8 times as much; NCCL opens one a channel" in over_nccl.sentence
+    assert over_nccl.first == "export NCCL_SOCKET_NTHREADS=2 NCCL_NSOCKS_PERTHREAD=2"  # four together, as measured
+    listed = replace(HEALTHY, wires=wires, levels=(level(9.2),), connections=4)
+    assert judge(listed).status == AS_IT_SHOULD_BE  # what several connections reach already
+    assert judge(listed).notes == ("You have 4 connections between two ranks; without them there is one.",)
+    assert judge(replace(listed, split=True)).first == verdict.first  # others than commopt have one
     far = judge(replace(HEALTHY, wires=tuple(replace(each, latency_us=40_200) for each in wires), levels=(level(2.4),)))
     assert "2.50 Gb/s is reached over eth0 by one stream on a path of 40 ms, and 4 connections" in far.sentence
 

@@ -43,6 +43,7 @@ MEASURES: Mapping[str, Sequence[str]] = {
         "examples/train_ray.py",
     ),
     "exposed": (*_AVERAGING, "bench/gpu"),
+    "connections": ("commopt/groups", "bench/evidence/connections.py"),
     "convergence": _CONVERGENCE,
     "exact_weights": (
         "commopt/kernels/differences.py",

@@ -19,7 +19,7 @@ from commopt.attached.registration import Registration
 from commopt.attached.snapshot import Snapshot
 from commopt.checkpoint_files import from_bytes, to_bytes
 from commopt.errors import ConfigurationError
-from commopt.groups import Membership
+from commopt.groups import Connections, Membership
 from commopt.schedule import Decision, Plan
 from topology import Cluster
 
@@ -155,6 +155,7 @@ class CommState:
     def stats(self) -> dict[str, Any]:
         """Return what was done so far.
 
+        connections: of gloo between two ranks of different nodes (docs/performance.md#several-connections).
         Steps, buckets that the hook saw, how many of them were replayed as CUDA graphs (docs/performance.md), payload
         bytes this rank sent (inter_bytes to other nodes; where sites are known, of these inter.intra_bytes inside the
         site and inter.inter_bytes to other sites) and microseconds spent in the hook; with error feedback also
@@ -169,6 +170,7 @@ class CommState:
         return {
             "aggregator": registration.aggregator_name,
             "cluster": str(joined.membership.cluster) if joined else "not joined yet",
+            "connections": joined.membership.connections.count if joined else 1,
             "steps": registration.steps,
             "buckets": calls,
             **{f"{level}_bytes": nbytes for level, nbytes in sent.by_level().items()},
@@ -244,7 +246,13 @@ class CommState:
         """Return in words and numbers what averages the gradients now, and why; the same on every rank."""
         from commopt.schedule import explain
 
-        return explain(self.aggregator, None, ())
+        return "\n".join([explain(self.aggregator, None, ()), *self._connections()])
+
+    def _connections(self) -> list[str]:
+        """Return a line on the connections between nodes, where somebody chose them."""
+        joined = self._registration.joined
+        chosen = Connections() if joined is None else joined.membership.connections
+        return [] if chosen == Connections() else [str(chosen)]
 
     # ------------------------------------------------------------------------------------- checkpoints
 

@@ -2,6 +2,7 @@
 """commopt's own process groups: the ranks of each node, and a team of ranks for each level of the network."""
 
 from commopt.groups.build import join, read_arguments
+from commopt.groups.connections import CONNECTIONS_VARIABLE, Connections
 from commopt.groups.gloo import apply_scale
 from commopt.groups.membership import FAILURE_KEY, HEARTBEAT_VARIABLE, Membership, joined, memberships
 from commopt.groups.shape import TeamShape, WireBytes, WireModel
@@ -19,9 +20,11 @@ from commopt.groups.team import (
 )
 
 __all__ = [
+    "CONNECTIONS_VARIABLE",
     "FAILURE_KEY",
     "HEARTBEAT_VARIABLE",
     "SITE_VARIABLE",
+    "Connections",
     "LimitedStore",
     "Membership",
     "Started",

@@ -6,9 +6,9 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -18,6 +18,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from commopt.errors import ConfigurationError
 from commopt.groups.agreement import Facts, exchange_facts, require_equal
+from commopt.groups.connections import CONNECTIONS_VARIABLE, asked_for, listed_interfaces
+from commopt.groups.levels import LevelGroups, world_group
 from commopt.groups.membership import (
     HEARTBEAT_VARIABLE,
     Membership,
@@ -26,10 +28,9 @@ from commopt.groups.membership import (
     heartbeat_interval_s,
     paced_interval_s,
 )
-from commopt.groups.shape import with_levels
 from commopt.groups.sites import SITE_VARIABLE, read_site
 from commopt.groups.store import limited_store
-from commopt.groups.team import Team, is_alive
+from commopt.groups.team import is_alive
 from commopt.version import __version__
 from topology import Cluster, HostIdentity, read_host_identity
 
@@ -40,7 +41,6 @@ _LONGEST_TIMEOUT_S = 365 * 24 * 3600.0
 _log = logging.getLogger("commopt")
 
 
-_Ranks = tuple[int, ...]
 _Arguments = tuple[int | None, float | None, str | None]
 # Keyed weakly: a Membership must not keep a process group alive that its user destroyed.
 _memberships: WeakKeyDictionary[dist.ProcessGroup, dict[_Arguments, Membership]] = WeakKeyDictionary()
@@ -56,7 +56,7 @@ def resolve_group(group: Any) -> dist.ProcessGroup:
             "torch.distributed is not initialized; call torch.distributed.init_process_group() before commopt"
         )
     if group is None:
-        return _world()
+        return world_group()
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ConfigurationError(
             f"rank {dist.get_rank()} is not a member of the process group it was given; "
@@ -135,11 +135,6 @@ def _timeout_of(parent: dist.ProcessGroup) -> float:
     return DEFAULT_TIMEOUT_S
 
 
-def _backends(parent: dist.ProcessGroup) -> dict[str, str]:
-    """Return the name of the backend for each type of device."""
-    return dict(part.split(":") for part in str(dist.get_backend_config(parent)).split(","))
-
-
 def _build(
     parent: dist.ProcessGroup,
     ranks_per_node: int | None,
@@ -148,12 +143,13 @@ def _build(
     given_site: str | None,
 ) -> Membership:
     timeout_s, host = min(_timeout_of(parent), _LONGEST_TIMEOUT_S), None
-    site, told, heartbeat_s = "", given_site is not None or SITE_VARIABLE in os.environ, 0.0
+    site, told, heartbeat_s, connections = "", given_site is not None or SITE_VARIABLE in os.environ, 0.0, None
     try:  # an error of one rank is raised on all
         if asked_for_s is not None:
             timeout_s = require_timeout(asked_for_s)
         emulated = _ranks_per_node_from_environment() if ranks_per_node is None else None
         heartbeat_s = heartbeat_interval_s()
+        connections = asked_for()
         host = _host(emulated).as_dict()
         site = read_site(given_site, emulated=emulated is not None or ranks_per_node is not None)
     except ConfigurationError as error:
@@ -166,12 +162,14 @@ def _build(
         "timeout in seconds": asked_for_s,
         "COMMOPT_CHECK": checking(),
         HEARTBEAT_VARIABLE: heartbeat_s,
+        CONNECTIONS_VARIABLE: connections,
     }
     own = {
         "host": host,
         "site": site,
         "told": told,
         "timeout of the process group": timeout_s,
+        "interfaces": listed_interfaces(),
     }
     ranks, me = dist.get_process_group_ranks(parent), parent.rank()
     own["token"] = secrets.token_hex(4) if me == 0 else None  # all ranks would read that of all
@@ -184,19 +182,17 @@ def _build(
     if me == 0:
         _describe(cluster)
     name = f"commopt/{parent.group_name}/{answers[0]['token']}"
+    meet = partial(exchange_facts, store, ranks, me, timeout_s=timeout_s, interrupt=raise_failures)
     try:
-        try:
-            team = _build_team(parent, cluster, name, timeout_s)
-        except Exception as error:  # any error must be raised on the other ranks too
-            problem = error
-        # A rank that continued and destroyed its groups would break connections that others are still making.
-        exchange_facts(store, ranks, me, "the end of commopt group setup", {}, timeout_s, raise_failures, problem)
+        groups = LevelGroups(parent, cluster, name, timeout_s, meet)
+        team, chosen = groups.make(connections, [answer["interfaces"] for answer in answers])
     except BaseException:
         for group in [group for group, known in c10d._world.pg_names.items() if known.startswith(f"{name}/")]:
             dist.destroy_process_group(group)
         raise
     own_store, beat_s = store.under(name, timeout_s), paced_interval_s(heartbeat_s, len(ranks))
-    return Membership(name, ref(parent), ref(_world()), cluster, team, timeout_s, own_store, heartbeat_s=beat_s)
+    worlds = ref(parent), ref(world_group())
+    return Membership(name, *worlds, cluster, team, timeout_s, own_store, heartbeat_s=beat_s, connections=chosen)
 
 
 def require_timeout(timeout_s: float) -> float:
@@ -251,86 +247,6 @@ def _blocks(world_size: int, ranks_per_node: int) -> Cluster:
         return Cluster.from_ranks_per_node(world_size, ranks_per_node)
     except ValueError as error:
         raise ConfigurationError(str(error)) from None
-
-
-def _build_team(parent: dist.ProcessGroup, cluster: Cluster, name: str, timeout_s: float) -> Team:
-    """Create the groups in a fixed order, from the world inwards. Levels of the same ranks share a group."""
-    ranks_of_parent = dist.get_process_group_ranks(parent)
-    global_ranks = [ranks_of_parent[position] for position in cluster.order]
-    node_of = [node for node, positions in enumerate(cluster.nodes) for _ in positions]
-    sites = [[site[node] for node in node_of] for site in cluster.site_levels]
-    backends = _backends(parent)
-    groups: dict[_Ranks, dist.ProcessGroup | None] = {}
-
-    def create(level: str, members: Sequence[int]) -> Team:
-        ranks = tuple(global_ranks[member] for member in members)
-        if ranks not in groups:
-            called = level if level == "world" else f"{level}{members[0]}"  # by the first of its ranks
-            groups[ranks] = _new_group(parent, ranks, f"{name}/{called}", timeout_s)
-        nodes = tuple(node_of[member] for member in members)
-        return Team(
-            ranks, nodes, groups[ranks], backends, level, [[site[member] for member in members] for site in sites]
-        )
-
-    return with_levels(create, cluster.order.index(parent.rank()), [node_of, *sites])
-
-
-def _new_group(
-    parent: dist.ProcessGroup, ranks: tuple[int, ...], name: str, timeout_s: float
-) -> dist.ProcessGroup | None:
-    """Create a process group of exactly `ranks` in exactly this order. Only these ranks take part.
-
-    `dist.new_group` would sort the ranks, so that a ring alternates between nodes. It would also derive the group's
-    name from counters, which differ between ranks that belong to different groups.
-    """
-    if len(ranks) == 1:
-        return None
-    create: Any = c10d._new_process_group_helper  # not public, hence typed differently from one torch to the next
-    group: dist.ProcessGroup
-    with _unbound():
-        group, _ = create(
-            len(ranks),
-            ranks.index(dist.get_rank()),
-            list(ranks),
-            dist.Backend(_backend_config(parent)),
-            c10d._get_default_store(),
-            name,
-            None,
-            timeout=timedelta(seconds=timeout_s),
-            group_desc=name,
-        )
-    c10d._world.pg_group_ranks[group] = {global_rank: position for position, global_rank in enumerate(ranks)}
-    return group
-
-
-def _backend_config(parent: dist.ProcessGroup) -> str:
-    """Return the names of `parent`'s backends, as a single name if they are equal.
-
-    For several names torch finds no default, and warns whenever such a group is destroyed.
-    """
-    names = set(_backends(parent).values())
-    return names.pop() if len(names) == 1 else str(dist.get_backend_config(parent))
-
-
-@contextmanager
-def _unbound() -> Iterator[None]:
-    """Hide the device that init_process_group(device_id=...) bound to the world.
-
-    With a bound device torch makes NCCL groups by splitting the world's communicator, which needs every rank of the
-    world; here only the group's own ranks take part.
-    """
-    world = _world()
-    device, world.bound_device_id = world.bound_device_id, None
-    try:
-        yield
-    finally:
-        world.bound_device_id = device
-
-
-def _world() -> dist.ProcessGroup:
-    world = dist.group.WORLD
-    assert world is not None  # is_initialized() said so
-    return world
 
 
 def _ranks_per_node_from_environment() -> int | None:

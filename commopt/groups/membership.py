@@ -28,6 +28,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from commopt.errors import CommoptError, ConfigurationError, LaneError, MismatchError, TransportError
 from commopt.groups.agreement import PATIENCE_S, Facts, exchange_facts, require_equal
+from commopt.groups.connections import Connections
 from commopt.groups.store import LimitedStore
 from commopt.groups.team import Team
 from topology import Cluster
@@ -99,6 +100,7 @@ class Membership:
     compared: digests of calls that were equal on all ranks.
     order: under COMMOPT_CHECK, which is alike on all ranks.
     heartbeat_s: seconds between two beats, alike on all ranks; 0: none.
+    connections: of gloo between nodes, and who chose their number; alike on all ranks.
     """
 
     name: str
@@ -113,6 +115,7 @@ class Membership:
     compared: set[bytes] = field(default_factory=set)
     order: Order | None = None
     heartbeat_s: float = 0.0
+    connections: Connections = field(default_factory=Connections)
     _agreed: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:

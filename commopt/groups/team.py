@@ -21,6 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 from commopt import recording
 from commopt.errors import CommoptError, LaneError, TransportError
 from commopt.groups import gloo, nccl, segments
+from commopt.groups.connections import connections_of
 from commopt.groups.gloo import apply_scale
 from commopt.groups.shape import TeamShape
 
@@ -99,7 +100,7 @@ class Team(TeamShape):
         if self.size > 1 and self.node_count == self.size and self._on_gloo(tensor):
             self._run("all_reduce", gloo.all_reduce, tensor, scale=scale)
         else:
-            self._run("all_reduce", dist.all_reduce, apply_scale(tensor, scale))
+            self._run("all_reduce", dist.all_reduce, apply_scale(tensor, scale), over_gloo=gloo.gloo_ring)
 
     def starts_all_reduce(self, tensor: Tensor) -> bool:
         """Return whether `start_all_reduce` can: on a CPU, by gloo's own all_reduce, which has threads of its own."""
@@ -114,21 +115,20 @@ class Team(TeamShape):
         span = recording.primitive(self.level, "all_reduce", tensor.nbytes)
         span.__enter__()
         try:
-            work = dist.all_reduce(apply_scale(tensor, scale), group=group, async_op=True)
+            parts = gloo.start_gloo_ring(apply_scale(tensor, scale), group)
         except RuntimeError as error:
             self._raise_of_peer(error, "all_reduce")
             raise
-        assert work is not None  # this rank is in the group
 
         def finish() -> None:
             try:
-                work.wait()
+                parts.finish()
             except RuntimeError as error:
                 self._raise_of_peer(error, "all_reduce")
                 raise
             span.__exit__(None, None, None)
 
-        return Started(work.get_future(), finish)
+        return Started(parts.future(), finish)
 
     def reduce(self, tensor: Tensor, dst: int) -> None:
         """Sum into `tensor` of rank `dst`; the other ranks' tensors are left undefined."""
@@ -166,6 +166,12 @@ class Team(TeamShape):
         numbers = mine.new_empty(self.size)
         self.all_gather(numbers, mine)
         return bool((numbers == number).all())
+
+    @property
+    def connections(self) -> int:
+        """Number of connections that gloo has between two of the ranks; 1 where there is none."""
+        group = self._live_group()
+        return 1 if group is None or "gloo" not in self._backends.values() else connections_of(group)
 
     def lost_ranks(self) -> list[int]:
         """Return the global ranks whose connection to this one is broken. Known for gloo only."""
@@ -235,10 +241,14 @@ class Team(TeamShape):
         with recording.primitive(self.level, primitive, source.nbytes):
             self._call(primitive, call, *tensors, **how)
 
-    def _call(self, primitive: str, call: Collective, *tensors: Tensor, **how: Any) -> None:
+    def measure(self, call: Callable[[dist.ProcessGroup], object]) -> object:
+        """Return what `call` returns for the process group. Raises TransportError for what may come from a peer."""
+        return self._call("a measurement", lambda group: call(group))
+
+    def _call(self, primitive: str, call: Collective, *tensors: Tensor, **how: Any) -> object:
         group = self._require_group(primitive)
         try:
-            call(*tensors, group=group, **how)
+            return call(*tensors, group=group, **how)
         except RuntimeError as error:
             self._raise_of_peer(error, primitive)
             raise

@@ -103,7 +103,7 @@ class HookState(CommState):
         """Return in words and numbers what averages the gradients now, and why; the same on every rank."""
         from commopt.schedule import explain
 
-        return explain(self.aggregator, self.tuned, self.decisions)
+        return "\n".join([explain(self.aggregator, self.tuned, self.decisions), *self._connections()])
 
     def freeze(self) -> None:
         """Change the plan no more; every rank must call it between the same two steps.

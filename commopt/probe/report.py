@@ -111,7 +111,8 @@ LINKS = (
 WORK = "GB/s of dense float32, when there is much of it."
 REASONS = {
     "nccl": "NCCL opens one TCP connection to each peer (try: export NCCL_SOCKET_NTHREADS=4 NCCL_NSOCKS_PERTHREAD=4)",
-    "gloo": "gloo has one TCP connection for each pair of ranks, and its ranks copy and add on the CPU",
+    "gloo": "gloo has one TCP connection for each pair of ranks (try: export COMMOPT_CONNECTIONS=4), and its ranks "
+    "copy and add on the CPU",
 }
 
 

@@ -53,7 +53,7 @@ class ShardedState(CommState):
     def explain(self) -> str:
         """Return in words how the parameters of this rank are averaged, group by group."""
         registration = self._registration
-        lines = [f"asked for: {self.aggregator}"]
+        lines = [f"asked for: {self.aggregator}", *self._connections()]
         for group in registration.groups:
             team, parts = registration.replicas[group.replicas].client.team, group.parts
             lines.append(

@@ -198,6 +198,7 @@ class Examination:
         gpus = device.type == "cuda"
         counts = tuple(len(node) for node in membership.cluster.nodes)
         self.found.add(nodes=names, ranks=counts, backend="nccl" if gpus else "gloo")
+        self.found.add(connections=membership.connections.count, split=membership.connections.measured)
         self._say("the pace of every rank")
         self.found.add(paces=measure_paces(membership, device))
         if looks_for_sites(membership):

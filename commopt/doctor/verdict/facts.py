@@ -183,6 +183,8 @@ class Measurements:
     unmeasured: why something is missing, "" if nothing is.
     network: the sites that were found; None where they were told, or where there are too few nodes for any.
     direct: trials of direct access between devices.
+    connections: number of connections of gloo between two ranks of different nodes.
+    split: whether commopt chose several by itself, so that its collectives tell nothing on one, which others have.
     """
 
     nodes: tuple[str, ...]
@@ -197,6 +199,8 @@ class Measurements:
     date: str = ""
     network: Network | None = None
     direct: tuple[Direct, ...] = ()
+    connections: int = 1
+    split: bool = False
 
     @property
     def used(self) -> tuple[InterfaceRates, ...]:

@@ -134,7 +134,7 @@ def _at_least(wire: InterfaceRates, found: Measurements) -> InterfaceRates:
     reached = level.best_gbps
     more = {
         name: max(rate, reached)
-        for name in ("send_gbps", "receive_gbps", "several_gbps")
+        for name in (() if found.split else ("send_gbps", "receive_gbps")) + ("several_gbps",)
         if (rate := getattr(wire, name)) is not None
     }
     return replace(wire, **more)
@@ -252,8 +252,9 @@ def _one_connection(found: Measurements) -> Iterator[Cause]:
         return
     name = found.used[0].interface
     nccl = found.backend == "nccl"
+    # NCCL shares the sockets of a channel out to its threads: as many together as were measured.
     remedy = (
-        "export NCCL_SOCKET_NTHREADS=4 NCCL_NSOCKS_PERTHREAD=4"
+        f"export NCCL_SOCKET_NTHREADS=2 NCCL_NSOCKS_PERTHREAD={CONNECTIONS // 2}"
         if nccl
         else f"export GLOO_SOCKET_IFNAME={','.join([name] * CONNECTIONS)}"
     )
@@ -262,7 +263,7 @@ def _one_connection(found: Measurements) -> Iterator[Cause]:
     path = f" by one stream on a path of {latency_us / 1000:.0f} ms" if latency_us >= LONG_PATH_US else ""
     more = f"{CONNECTIONS} connections carry {min(gains):.1f} times as much"
     text = f"{rate_text(one)} is reached over {name}{path}, and {more}"
-    yield Cause(min(gains), text, remedy)
+    yield Cause(min(gains), f"{text}; NCCL opens one a channel" if nccl else text, remedy)
 
 
 def _across(found: Measurements) -> Level | None:
@@ -423,6 +424,9 @@ def _notes(found: Measurements) -> Iterator[str]:
     if any(counts.values()):
         told = " and ".join(f"{count} {name}(s)" for name, count in counts.items() if count)
         yield f"The checks found {told}: python -m commopt doctor"
+    if found.connections > 1:
+        by = "commopt chose" if found.split else "You have"
+        yield f"{by} {found.connections} connections between two ranks; without them there is one."
     if found.unmeasured:
         yield f"Not everything was measured: {found.unmeasured}."
 
