@@ -15,9 +15,9 @@ import pytest
 from bench.evidence import verdict as evidence
 from commopt.doctor.verdict.facts import Gain, InterfaceRates, Level, Measurements, Pace, Problem, Training
 from commopt.doctor.verdict.judge import AS_IT_SHOULD_BE, NOT_MEASURED, SLOWER, judge
-from commopt.doctor.verdict.script import waited_us
 from commopt.doctor.verdict.show import MOST_LINES, changes, lines_of
 from commopt.errors import ConfigurationError
+from commopt.run.recorded import waited_us
 from topology.network import Network, SiteLevel
 
 NODES = ("node0", "node1", "node2")

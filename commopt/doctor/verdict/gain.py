@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import ceil, isqrt
 
 import torch
 
 from commopt.aggregate import Aggregator, Buffer, Call, LocalSGD
 from commopt.aggregate.learning import LEARNED_LOCAL, steps_to_loss
-from commopt.cost import Links, WorkKey
+from commopt.cost import Curve, Links, WorkKey
 from commopt.doctor.verdict.facts import Gain, Training
 from commopt.doctor.verdict.measure import Found
 from commopt.errors import CommoptError, ConfigurationError
@@ -21,7 +21,7 @@ from commopt.probe.operations import TimedWork, known_compressors, work_of
 from commopt.simulate import GPUS, GpuSpec, Model, Parameter, Stragglers, Workload, model, of_model, simulate_step
 from commopt.simulate.cluster import gpu_work
 from commopt.simulate.scaling import LOSSLESS, LOSSY
-from commopt.simulate.step import USUAL_SPREAD
+from commopt.simulate.step import USUAL_SPREAD, Buckets
 from commopt.simulate.throughput import usual_batch
 
 CANDIDATES = (*LOSSLESS, *LOSSY, "onebit_local")
@@ -35,6 +35,14 @@ _CPU_EFFICIENCY = 0.5  # of the measured rate of products; models do more than p
 _GPU_EFFICIENCY = 0.4
 _CPU_MEMORY_GB_PER_S = 10.0
 _WIDEST = 8192
+
+
+@dataclass(frozen=True)
+class Used:
+    """What averaged a recorded step: its aggregator, and the names of the parameters in each of its buckets."""
+
+    aggregator: Aggregator
+    buckets: Buckets
 
 
 def sized_model(numel: int) -> Model:
@@ -101,34 +109,61 @@ def _runnable(shape: TeamShape) -> dict[str, Aggregator]:
 
 
 def predict(
-    workload: Workload, shape: TeamShape, found: Found, device: str = "", recorded: Training | None = None
+    workload: Workload,
+    shape: TeamShape,
+    found: Found,
+    device: str = "",
+    recorded: Training | None = None,
+    used: Used | None = None,
+    most: int = SHOWN,
 ) -> Training:
     """Return a step with stock DDP and the strategies that reach a loss first, from what was measured.
 
     recorded: the step as it was recorded in a script; it then stands, and what strategies save is predicted beside it.
+    used: what averaged it, if not stock DDP; strategies are then compared with that.
+    most: strategies.
     """
     if found.links is None:
         raise ConfigurationError("no collective was measured, so nothing can be predicted; run without Ctrl-C")
     runnable = _runnable(shape)
-    links = _with_work(found, runnable, shape, device)
+    used = used or Used(build_preset("flat"), "ddp")
+    known = {**runnable, preset_of(used.aggregator): used.aggregator}
+    links = _with_work(found, known, shape, device)
     spread = Stragglers(USUAL_SPREAD)
-    stock = simulate_step(workload, build_preset("flat"), shape, links, stragglers=spread)
+    base = simulate_step(workload, used.aggregator, shape, links, buckets=used.buckets, stragglers=spread)
+    base_to_loss_us = base.step_us * _most_steps(learned(preset_of(used.aggregator), used.aggregator))
     rows = []
     for name, aggregator in runnable.items():
-        buckets = "planned" if name != "flat" else "ddp"
+        buckets: Buckets = "planned" if name != "flat" else "ddp"
         step_us = simulate_step(workload, aggregator, shape, links, buckets=buckets, stragglers=spread).step_us
         steps = learned(name, aggregator)
-        rows.append((step_us * max([each for each in steps if each is not None], default=1.0), step_us, name, steps))
-    base_ms = stock.step_us / 1e3 if recorded is None else recorded.step_ms
+        if aggregator != used.aggregator and step_us < (1 - WORTH) * base.step_us:
+            rows.append((step_us * _most_steps(steps), step_us, name, steps))
+    base_ms = base.step_us / 1e3 if recorded is None else recorded.step_ms
     gains = tuple(
-        Gain(name, base_ms * step_us / stock.step_us, runnable[name].lossless, steps)
+        Gain(name, base_ms * step_us / base.step_us, runnable[name].lossless, steps)
         for to_loss_us, step_us, name, steps in sorted(rows, key=lambda row: row[0])
-        if to_loss_us < (1 - WORTH) * stock.step_us
-    )[:SHOWN]
+        if to_loss_us < (1 - WORTH) * base_to_loss_us
+    )[:most]
     if recorded is not None:
         return replace(recorded, gains=gains)
-    exposed_ms, compute_ms = stock.exposed_us / 1e3, stock.compute_us / 1e3
+    exposed_ms, compute_ms = base.exposed_us / 1e3, base.compute_us / 1e3
     return Training(workload.name, False, base_ms, compute_ms, exposed_ms, gains=gains, note=workload.note)
+
+
+def preset_of(aggregator: Aggregator) -> str:
+    """Return the name of the candidate that an aggregator is, or else its repr."""
+    return next((name for name in CANDIDATES if build_preset(name) == aggregator), repr(aggregator))
+
+
+def assumed_work(shape: TeamShape) -> dict[WorkKey, Curve]:
+    """Return the local work of all candidates at the rate of a usual CPU's memory, for where none was measured."""
+    cpu = GpuSpec("this CPU", {}, _CPU_MEMORY_GB_PER_S)
+    return gpu_work(cpu, list(_runnable(shape).values()), rows=max(shape.node_count, 2))
+
+
+def _most_steps(steps: tuple[float | None, float | None]) -> float:
+    return max([each for each in steps if each is not None], default=1.0)
 
 
 def learned(name: str, aggregator: Aggregator) -> tuple[float | None, float | None]:

@@ -10,7 +10,15 @@ from typing import Any
 
 from commopt.aggregate.learning import MOST_STEPS
 from commopt.display import significant
-from commopt.doctor.verdict.facts import Gain, InterfaceRates, Level, Measurements, Training, median_of_others
+from commopt.doctor.verdict.facts import (
+    Gain,
+    InterfaceRates,
+    Level,
+    Measurements,
+    Overlap,
+    Training,
+    median_of_others,
+)
 from commopt.doctor.verdict.wires import CONNECTIONS
 from commopt.probe.network import level_text, settings
 from topology.network import rate_text
@@ -55,6 +63,7 @@ class Row:
     """One link in the table.
 
     gbps, expected_gbps: the rates again, for a picture; None where they are not known.
+    sent, hidden: of a leg of a training's messages, what goes over it in a step, and how much of that backward hides.
     """
 
     link: str
@@ -63,11 +72,13 @@ class Row:
     verdict: str
     gbps: float | None = None
     expected_gbps: float | None = None
+    sent: str = ""
+    hidden: str = ""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result: `status` is the exit status."""
+    """The result: `status` is the exit status. overlap: of a training that was recorded to its end."""
 
     status: int
     sentence: str
@@ -77,6 +88,7 @@ class Verdict:
     not_expected: str
     training: Training | None = None
     notes: tuple[str, ...] = ()
+    overlap: Overlap | None = None
 
     def as_document(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -155,7 +167,7 @@ def _causes(found: Measurements) -> Iterator[Cause]:
     # Between sites nothing is as fast as the best connection inside one.
     yield from list(_one_connection(found)) or (() if between_sites else _slow_collectives(found))
     yield from _slow_ranks(found)
-    yield from _late_rank(found)
+    yield from late_rank(found)
 
 
 def _variable(found: Measurements) -> str:
@@ -299,11 +311,12 @@ def _slow_ranks(found: Measurements) -> Iterator[Cause]:
             yield Cause(times, text, f"{gpu}   # on {pace.node}")
 
 
-def _late_rank(found: Measurements) -> Iterator[Cause]:
+def late_rank(found: Measurements) -> Iterator[Cause]:
+    """Yield the rank for which all others wait, if there is one."""
     one = found.training
     if one is None or one.late_rank < 0 or one.late_ms < LATE_SHARE * one.step_ms:
         return
-    node = found.node_of(one.late_rank)
+    node = one.late_node or found.node_of(one.late_rank)
     where = f"rank {one.late_rank}" + (f" on {node}" if node else "")
     weight = 1 + one.late_ms / max(one.step_ms - one.late_ms, 1e-9)
     text = f"{where} is ready {significant(one.late_ms)} ms after the others in a step of {significant(one.step_ms)} ms"
@@ -349,11 +362,11 @@ def _first(found: Measurements, causes: Sequence[Cause], alone: bool) -> str:
     if causes and causes[0].remedy:
         return causes[0].remedy
     if found.training is not None and found.training.gains:
-        return f"torchrun ... -m commopt run --strategy {_tried_first(found.training.gains)} train.py"
+        return f"torchrun ... -m commopt run --strategy {tried_first(found.training.gains)} train.py"
     return ""
 
 
-def _tried_first(gains: Sequence[Gain]) -> str:
+def tried_first(gains: Sequence[Gain]) -> str:
     """Return the best strategy that has learned in as many steps as exact averages, or else the best."""
     safe = (gain for gain in gains if all(steps is not None and steps <= MOST_STEPS for steps in gain.steps))
     return next(safe, gains[0]).strategy
