@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from math import ceil, isqrt
+from math import ceil, isqrt, sqrt
 
 import torch
 
@@ -18,10 +19,11 @@ from commopt.feedback import Layout
 from commopt.groups import TeamShape
 from commopt.hooks import build_preset
 from commopt.probe.operations import TimedWork, known_compressors, work_of
+from commopt.schedule.costs import LARGEST_FACTOR
 from commopt.simulate import GPUS, GpuSpec, Model, Parameter, Stragglers, Workload, model, of_model, simulate_step
 from commopt.simulate.cluster import gpu_work
 from commopt.simulate.scaling import LOSSLESS, LOSSY
-from commopt.simulate.step import USUAL_SPREAD, Buckets
+from commopt.simulate.step import USUAL_SPREAD, Buckets, SimulatedStep
 from commopt.simulate.throughput import usual_batch
 
 CANDIDATES = (*LOSSLESS, *LOSSY, "onebit_local")
@@ -35,6 +37,7 @@ _CPU_EFFICIENCY = 0.5  # of the measured rate of products; models do more than p
 _GPU_EFFICIENCY = 0.4
 _CPU_MEMORY_GB_PER_S = 10.0
 _WIDEST = 8192
+_HALVINGS = 10
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,7 @@ def predict(
 ) -> Training:
     """Return a step with stock DDP and the strategies that reach a loss first, from what was measured.
 
-    recorded: the step as it was recorded in a script; it then stands, and what strategies save is predicted beside it.
+    recorded: the step as it was recorded in a script; it then stands, and prices of messages are corrected by it.
     used: what averaged it, if not stock DDP; strategies are then compared with that.
     most: strategies.
     """
@@ -130,12 +133,18 @@ def predict(
     known = {**runnable, preset_of(used.aggregator): used.aggregator}
     links = _with_work(found, known, shape, device)
     spread = Stragglers(USUAL_SPREAD)
-    base = simulate_step(workload, used.aggregator, shape, links, buckets=used.buckets, stragglers=spread)
+
+    def simulated(aggregator: Aggregator, buckets: Buckets, links: Links) -> SimulatedStep:
+        return simulate_step(workload, aggregator, shape, links, buckets=buckets, stragglers=spread)
+
+    if recorded is not None:
+        links = calibrated(links, 1e3 * recorded.step_ms, lambda own: simulated(used.aggregator, used.buckets, own))
+    base = simulated(used.aggregator, used.buckets, links)
     base_to_loss_us = base.step_us * _most_steps(learned(preset_of(used.aggregator), used.aggregator))
     rows = []
     for name, aggregator in runnable.items():
         buckets: Buckets = "planned" if name != "flat" else "ddp"
-        step_us = simulate_step(workload, aggregator, shape, links, buckets=buckets, stragglers=spread).step_us
+        step_us = simulated(aggregator, buckets, links).step_us
         steps = learned(name, aggregator)
         if aggregator != used.aggregator and step_us < (1 - WORTH) * base.step_us:
             rows.append((step_us * _most_steps(steps), step_us, name, steps))
@@ -149,6 +158,23 @@ def predict(
         return replace(recorded, gains=gains)
     exposed_ms, compute_ms = base.exposed_us / 1e3, base.compute_us / 1e3
     return Training(workload.name, False, base_ms, compute_ms, exposed_ms, gains=gains, note=workload.note)
+
+
+def calibrated(links: Links, step_us: float, simulated: Callable[[Links], SimulatedStep]) -> Links:
+    """Return the links whose messages take as many times longer as makes the simulated step as long as the real one.
+
+    What slows the messages of one strategy slows those of all; computing stays as it was.
+    """
+
+    def slower(times: float) -> Links:
+        curves = {key: curve.scaled(times, times, curve.note) for key, curve in links.curves.items()}
+        return replace(links, curves=curves)
+
+    low, high = 1 / LARGEST_FACTOR, LARGEST_FACTOR
+    for _ in range(_HALVINGS):
+        middle = sqrt(low * high)
+        low, high = (low, middle) if simulated(slower(middle)).step_us > step_us else (middle, high)
+    return slower(sqrt(low * high))
 
 
 def preset_of(aggregator: Aggregator) -> str:
