@@ -147,7 +147,7 @@ class _Passed:
 
 
 def legs_of(recorded: Recorded) -> tuple[Leg, ...]:
-    """Return the legs of a typical step's messages, the slowest last; none where nothing was sent."""
+    """Return the legs of a typical step's messages, the longest first; none where nothing was sent."""
     timeline, shape = recorded.timeline, recorded.shape
     passed: dict[str, _Passed] = defaultdict(_Passed)
     steps = [timeline.steps[place] for place in typical_steps(timeline)]
@@ -163,7 +163,7 @@ def legs_of(recorded: Recorded) -> tuple[Leg, ...]:
         name, nbytes = _name(level, shape), round(each.nbytes / len(steps))
         taken_ms = each.taken_us / len(steps) / 1e3
         legs.append(Leg(level, name, forms.get(level, ""), nbytes, gbps, taken_ms, hidden, largest_nbytes=largest))
-    return tuple(sorted(legs, key=lambda leg: -leg.gbps))
+    return tuple(sorted(legs, key=lambda leg: -leg.taken_ms))
 
 
 def _add(step: Sequence[StepRecord], shape: TeamShape, passed: dict[str, _Passed]) -> None:

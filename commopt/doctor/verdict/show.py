@@ -17,7 +17,7 @@ _MOST_ELSEWHERE = 2  # commands for other hosts
 _LEAST_ROWS = 2  # a row, and how many there are more
 _SENTENCE_LINES, _CAUSE_LINES, _OTHER_LINES = 3, 2, 1
 _LONGEST_NAME, _LONGEST_CELL = 29, 15
-_LONGEST_SENT, _LONGEST_RATE = 17, 9
+_LONGEST_SENT, _LONGEST_RATE, _LONGEST_SHARE = 16, 9, 6  # 80 columns with a verdict
 LEARNED = "docs/evidence/convergence.md"
 
 
@@ -86,7 +86,7 @@ def _columns(rows: Sequence[Row]) -> list[tuple[str, str, int]]:
         ("sent", "a step", _LONGEST_SENT),
         ("measured", "measured", _LONGEST_RATE if of_legs else _LONGEST_CELL),
         ("should_be", "should be", _LONGEST_RATE if of_legs else _LONGEST_CELL),
-        ("hidden", "hidden", _LONGEST_CELL),
+        ("hidden", "hidden", _LONGEST_SHARE),
         ("verdict", "verdict", _LONGEST_CELL),
     ]
     return [each for each in columns if any(getattr(row, each[0]) for row in rows)]

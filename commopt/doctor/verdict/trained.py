@@ -152,7 +152,7 @@ def _of_legs(legs: Sequence[Leg], training: Training) -> Iterator[Cause]:
             )
             saved_ms = (1 - leg.gbps / leg.expected_gbps) * training.exposed_ms
             yield from _of(training, saved_ms, text, "torchrun ... -m commopt doctor --measure")
-    across = next((leg for leg in reversed(legs) if leg.name != "inside a node" and leg.form == "float32"), None)
+    across = next((leg for leg in legs if leg.name != "inside a node" and leg.form == "float32"), None)
     narrow = next((gain for gain in training.gains if gain.strategy == _SIXTEEN), None)
     if across is not None and narrow is not None:
         text = f"float32 goes over the leg of {across.name}, {_mb(across.nbytes)} a step, where 16 bits would do"
