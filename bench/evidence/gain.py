@@ -111,9 +111,8 @@ def train(samples: int) -> None:
         training.step()
 
 
-def work(strategy: str, file: Path, options: argparse.Namespace) -> None:
+def take_turns(strategy: str, file: Path, options: argparse.Namespace) -> None:
     """Measure stock DDP and a strategy as one of the ranks; the first writes what a step took in each turn."""
-    _begin()
     trainings = {name: enter(SmallTraining(options.samples), name, None)[0] for name in (STOCK, strategy)}
     steps = max(options.steps, _PERIOD) if strategy.endswith("_local") else options.steps
     turns: dict[str, list[float]] = {name: [] for name in trainings}
@@ -125,8 +124,6 @@ def work(strategy: str, file: Path, options: argparse.Namespace) -> None:
                 turns[name].append(fmean(taken) if steps == _PERIOD else median(taken))
     if dist.get_rank() == 0:
         file.write_text(json.dumps(turns))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def _begin() -> None:
@@ -228,7 +225,10 @@ def main() -> int:
         train(options.samples)
         return 0
     if options.worker:
-        work(options.worker[0], Path(options.worker[1]), options)
+        _begin()
+        take_turns(options.worker[0], Path(options.worker[1]), options)
+        dist.barrier()
+        dist.destroy_process_group()
         return 0
     if options.report:
         print(markdown(*options.report))

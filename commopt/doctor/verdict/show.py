@@ -17,7 +17,7 @@ _MOST_ELSEWHERE = 2  # commands for other hosts
 _LEAST_ROWS = 2  # a row, and how many there are more
 _SENTENCE_LINES, _CAUSE_LINES, _OTHER_LINES = 3, 2, 1
 _LONGEST_NAME, _LONGEST_CELL = 29, 15
-_LONGEST_SENT, _LONGEST_RATE, _LONGEST_SHARE = 16, 9, 6  # 80 columns with a verdict
+_LONGEST_LEG, _LONGEST_SENT, _LONGEST_RATE, _LONGEST_SHARE = 13, 16, 10, 6  # 80 columns with a verdict
 LEARNED = "docs/evidence/convergence.md"
 
 
@@ -82,7 +82,7 @@ def _columns(rows: Sequence[Row]) -> list[tuple[str, str, int]]:
     """Return field, heading and width of what some row has."""
     of_legs = any(row.sent for row in rows)
     columns = [
-        ("link", "leg" if of_legs else "link", _LONGEST_CELL if of_legs else _LONGEST_NAME),
+        ("link", "leg" if of_legs else "link", _LONGEST_LEG if of_legs else _LONGEST_NAME),
         ("sent", "a step", _LONGEST_SENT),
         ("measured", "measured", _LONGEST_RATE if of_legs else _LONGEST_CELL),
         ("should_be", "should be", _LONGEST_RATE if of_legs else _LONGEST_CELL),

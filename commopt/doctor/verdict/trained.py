@@ -155,7 +155,7 @@ def _of_legs(legs: Sequence[Leg], training: Training) -> Iterator[Cause]:
     across = next((leg for leg in legs if leg.name != "inside a node" and leg.form == "float32"), None)
     narrow = next((gain for gain in training.gains if gain.strategy == _SIXTEEN), None)
     if across is not None and narrow is not None:
-        text = f"float32 goes over the leg of {across.name}, {_mb(across.nbytes)} a step, where 16 bits would do"
+        text = f"float32 goes over the leg of {across.name}, {_size(across.nbytes)} a step, where 16 bits would do"
         yield from _of(training, training.step_ms - narrow.step_ms, text, f"{_RUN} {_SIXTEEN} train.py")
 
 
@@ -181,12 +181,14 @@ def _row(leg: Leg) -> Row:
         verdict,
         leg.gbps,
         leg.expected_gbps,
-        f"{leg.form} {_mb(leg.nbytes)}".strip(),
+        f"{leg.form} {_size(leg.nbytes)}".strip(),
         f"{leg.hidden_share:.0%}",
     )
 
 
-def _mb(nbytes: int) -> str:
+def _size(nbytes: int) -> str:
+    if nbytes < 1e5:
+        return f"{significant(nbytes / 1e3)} kB"
     return f"{significant(nbytes / 1e6)} MB"
 
 
