@@ -681,7 +681,7 @@ FAULTS: tuple[Fault, ...] = (
         "sys.exc_info()[0] is not None",
         "False",
         NOBODY_HANGS,
-        ("test_run_cli",),
+        ("test_verdict_training",),
     ),
     Fault(
         "what backward hides counts as exposed",

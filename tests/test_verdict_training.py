@@ -8,6 +8,7 @@ import random
 import string
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,9 +26,10 @@ from commopt.errors import ConfigurationError
 from commopt.feedback import Layout
 from commopt.groups import TeamShape, WireBytes
 from commopt.hooks import build_preset
+from commopt.recording import Recorder
 from commopt.run.cli import _show_verdict
 from commopt.run.models import Trained
-from commopt.run.recorded import Recorded, StepRecording
+from commopt.run.recorded import BLOCK, PERIOD, Recorded, StepRecording
 from commopt.timeline import Timeline, TrafficOutside, report
 from commopt.timeline.page import write_page
 from tests.html_pages import Page
@@ -344,6 +346,75 @@ def test_any_facts_fit_a_small_terminal_and_come_back_from_a_file(seed: int, tmp
         assert all(len(line) <= 80 for line in lines), lines
         found.save(tmp_path / "then.json")
         assert Measurements.load(tmp_path / "then.json") == found
+
+
+# ------------------------------------------------------------------------------------------- what is recorded
+
+
+class Asked(Exception):
+    """Another rank was asked for something."""
+
+
+class Alone:
+    """A membership whose other ranks do not answer."""
+
+    alive = True
+    ranks = (0, 1)
+
+    @property
+    def store(self) -> object:
+        raise Asked
+
+
+def alone(steps: int = 0) -> tuple[StepRecording, SimpleNamespace]:
+    """Return a recording of a rank whose others are gone, and its registration."""
+    registration = SimpleNamespace(
+        recorder=Recorder(),
+        recorded_with=SimpleNamespace(closed=False, membership=Alone(), team=SimpleNamespace(rank=0)),
+        logs=[],
+        steps=steps,
+    )
+    state: Any = Holder()
+    state._registration = registration
+    registration.state = state  # as the model keeps it
+    return StepRecording(state, "GPT", "flat"), registration
+
+
+class Holder:
+    """Stands for a CommState."""
+
+
+def test_nobody_is_waited_for_while_an_error_passes_through() -> None:
+    """A script may destroy its process group on the way out, which other ranks never come to."""
+    recording, _registration = alone()
+    try:
+        raise ValueError
+    except ValueError:
+        recording.gather()
+    with pytest.raises(Asked):
+        recording.gather()
+
+
+def test_most_steps_of_a_long_training_are_not_recorded() -> None:
+    """Recorded steps are not replayed as CUDA graphs."""
+    recording, registration = alone()
+    recorder = registration.recorder
+    assert registration.logs == [recording]
+    enabled = []
+    for step in range(2 * PERIOD):
+        enabled.append(recorder.enabled)
+        registration.steps = step + 1
+        recording()
+    assert enabled == ([True] * BLOCK + [False] * (PERIOD - BLOCK)) * 2
+
+
+def test_what_is_recorded_anyway_stays_so() -> None:
+    registration: Any = SimpleNamespace(recorder=Recorder(always=True), recorded_with=None, logs=[])
+    state: Any = Holder()
+    state._registration = registration
+    StepRecording(state, "GPT", "flat")
+    assert registration.logs == []
+    assert registration.recorder.enabled
 
 
 # ---------------------------------------------------------------------------------------------- at the end
