@@ -143,8 +143,7 @@ def predict(
     base_to_loss_us = base.step_us * _most_steps(learned(preset_of(used.aggregator), used.aggregator))
     rows = []
     for name, aggregator in runnable.items():
-        buckets: Buckets = "planned" if name != "flat" else "ddp"
-        step_us = simulated(aggregator, buckets, links).step_us
+        step_us = simulated(aggregator, used.buckets, links).step_us  # as `commopt run` has them, without a plan
         steps = learned(name, aggregator)
         if aggregator != used.aggregator and step_us < (1 - WORTH) * base.step_us:
             rows.append((step_us * _most_steps(steps), step_us, name, steps))
