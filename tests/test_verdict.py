@@ -305,6 +305,9 @@ def test_a_document_gets_the_verdict_on_a_file(
     monkeypatch.setattr(sys, "argv", ["verdict", "--show", str(file)])
     assert evidence.main() == 0
     assert capsys.readouterr().out.splitlines() == ["```text", *lines_of(judge(HEALTHY)), "```"]
+    file.write_text(json.dumps({"header": {}, "lines": ["38% of a step of 160 ms is exposed", "", "..."]}))
+    assert evidence.main() == 0
+    assert capsys.readouterr().out.splitlines()[1:-1] == ["38% of a step of 160 ms is exposed", "", "..."]
     file.write_text('{"measured": {"nodes": 3}}')
     with pytest.raises(SystemExit):
         evidence.main()

@@ -155,7 +155,8 @@ def _of_legs(legs: Sequence[Leg], training: Training) -> Iterator[Cause]:
     across = next((leg for leg in legs if leg.name != "inside a node" and leg.form == "float32"), None)
     narrow = next((gain for gain in training.gains if gain.strategy == _SIXTEEN), None)
     if across is not None and narrow is not None:
-        text = f"float32 goes over the leg of {across.name}, {_size(across.nbytes)} a step, where 16 bits would do"
+        where = across.name if across.name.startswith("between") else f"between {across.name}"
+        text = f"float32 goes {where}, {_size(across.nbytes)} a step, where 16 bits would do"
         yield from _of(training, training.step_ms - narrow.step_ms, text, f"{_RUN} {_SIXTEEN} train.py")
 
 
