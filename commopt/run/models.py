@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import wraps
@@ -61,6 +61,22 @@ class Trained:
         self.stats = state.stats()
         self.tuned = getattr(state, "tuned", None)  # FSDP2's have none
         self.explanation = "" if self.tuned is None else state.explain()
+        self._try(lambda recording: recording.note(state))
+
+    def gather(self) -> None:
+        """Bring together what all ranks have recorded; collective. Without an error: the training has ended well."""
+        self._try(StepRecording.gather)
+
+    def _try(self, what: Callable[[StepRecording], None]) -> None:
+        """Do something for the verdict. Where that fails there is none, and the first rank says why."""
+        if self.recording is None:
+            return
+        try:
+            what(self.recording)
+        except Exception as error:
+            self.recording = None
+            if self.rank == 0:
+                _log.warning("commopt run: no verdict on %s: %s", self.name, " ".join(str(error).split()))
 
 
 class Models:
@@ -135,14 +151,7 @@ class Models:
         """
         self.average()
         for record in self.trained:
-            if record.recording is None:
-                continue
-            try:
-                record.recording.gather()
-            except Exception as error:  # whatever it is, the training has ended well
-                record.recording = None
-                if record.rank == 0:
-                    _log.warning("commopt run: no verdict on %s: %s", record.name, " ".join(str(error).split()))
+            record.gather()
 
     def average(self) -> None:
         """Let the nodes hold one model where a LocalSGD lets them learn by themselves; collective."""

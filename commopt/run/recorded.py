@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 from weakref import ref
 
 import torch
@@ -34,7 +35,7 @@ _END = "the end of the training (commopt run --report)"
 
 @dataclass(frozen=True)
 class Recorded:
-    """A training as its ranks recorded it; of a model that was gone by then only what the messages tell.
+    """A training as its ranks recorded it.
 
     model: the name of its class.
     strategy: as the command line names it.
@@ -48,7 +49,7 @@ class Recorded:
     buffers: the layouts of the last step's messages, in order; empty where unknown.
     dtype: of the gradients; None where unknown.
     links: that the user gave.
-    report: on the same steps; None where the model was gone.
+    report: on the same steps; None where the model was gone by then.
     explanation, reasons: of the strategy in use and of the decisions about it, as the state puts them into words.
     """
 
@@ -81,6 +82,7 @@ class StepRecording:
         self._model = model
         self._strategy = strategy
         self._state = ref(state)
+        self._known: dict[str, Any] = {}
         self._client = registration.recorded_with
         self._recorder = registration.recorder
         self._begun_s, self._waited_us = time.monotonic(), waited_us()
@@ -119,29 +121,33 @@ class StepRecording:
                 Recorded(self._model, self._strategy, found[0], client.team, tuple(cluster.names), busy)
             )
 
-    def _described(self, recorded: Recorded) -> Recorded:
-        """Return a recording with what its state knows of it."""
-        state = self._state()
-        if state is None:
-            return recorded
+    def note(self, state: CommState) -> None:
+        """Take note of what the state knows: the strategy and the buffers of its last step."""
         registration, dtypes = state._registration, {each.dtype for each in state._registration.parameters.values()}
         links = registration.options.links
-        return replace(
-            recorded,
-            aggregator=(
+        self._known = {
+            "aggregator": (
                 registration.controller.aggregator
                 if isinstance(registration, DDPRegistration)
                 else registration.aggregator
             ),
-            averages=not isinstance(registration, OneDimension),
-            planned=state.plan is not None,
-            buffers=tuple(registration.step.buffers),
-            dtype=dtypes.pop() if len(dtypes) == 1 else None,
-            links=links if isinstance(links, Links) else None,
-            report=report_on(recorded.timeline, registration, state.plan),
-            explanation=state.explain(),
-            reasons=tuple(decision.reason for decision in state.decisions),
-        )
+            "averages": not isinstance(registration, OneDimension),
+            "planned": state.plan is not None,
+            "buffers": tuple(registration.step.buffers),
+            "dtype": dtypes.pop() if len(dtypes) == 1 else None,
+            "links": links if isinstance(links, Links) else None,
+            "explanation": state.explain(),
+            "reasons": tuple(decision.reason for decision in state.decisions),
+        }
+
+    def _described(self, recorded: Recorded) -> Recorded:
+        """Return a recording with what its state knows, or has known when its model ceased to exist."""
+        state = self._state()
+        if state is None:
+            return replace(recorded, **self._known)
+        self.note(state)
+        report = report_on(recorded.timeline, state._registration, state.plan)
+        return replace(recorded, report=report, **self._known)
 
     def _busy(self) -> float | None:
         now_us, spent_s = waited_us(), time.monotonic() - self._begun_s
