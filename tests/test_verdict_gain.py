@@ -12,8 +12,8 @@ from commopt.cost import Curve, LinkKey, Links, LinksHeader, Speeds, nominal_lin
 from commopt.doctor.machine import Machine
 from commopt.doctor.network import interfaces
 from commopt.doctor.verdict.expected import MACHINES, interface_rate
-from commopt.doctor.verdict.facts import Measurements, Training
-from commopt.doctor.verdict.gain import SHOWN, Used, learned, predict, sized_model, workload_of
+from commopt.doctor.verdict.facts import Gain, Measurements, Training
+from commopt.doctor.verdict.gain import SHOWN, Used, learned, predict, shown, sized_model, workload_of
 from commopt.doctor.verdict.measure import Found, curve_of, levels_of, with_all
 from commopt.groups import TeamShape
 from commopt.hooks import build_preset
@@ -51,6 +51,15 @@ def test_a_recorded_step_stands_and_corrects_messages_but_no_computing(slower: f
     assert (training.name, training.step_ms, training.recorded) == ("mine", recorded.step_ms, True)
     steps = {gain.strategy: gain.step_ms for gain in training.gains}
     assert steps == pytest.approx({gain.strategy: gain.step_ms for gain in truth.gains}, rel=0.03)
+
+
+def test_what_learns_as_exact_averages_do_is_among_those_shown() -> None:
+    weak = [Gain(f"weak{place}", 10.0 + place, False, (1.2, 1.2)) for place in range(4)]
+    safe = Gain("safe", 30.0, False, (1.0, 1.0))
+    assert [gain.strategy for gain in shown([*weak, safe])] == ["weak0", "weak1", "safe"]
+    assert [gain.strategy for gain in shown([weak[0], safe, *weak[1:]])] == ["weak0", "safe", "weak1"]
+    assert shown(weak) == tuple(weak[:SHOWN])
+    assert shown([safe]) == (safe,)
 
 
 def test_strategies_are_compared_with_the_one_in_use() -> None:

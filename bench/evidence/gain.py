@@ -114,14 +114,16 @@ def train(samples: int) -> None:
 def take_turns(strategy: str, file: Path, options: argparse.Namespace) -> None:
     """Measure stock DDP and a strategy as one of the ranks; the first writes what a step took in each turn."""
     trainings = {name: enter(SmallTraining(options.samples), name, None)[0] for name in (STOCK, strategy)}
-    steps = max(options.steps, _PERIOD) if strategy.endswith("_local") else options.steps
+    steps, warm_up = options.steps, WARM_UP_STEPS
+    if strategy.endswith("_local"):
+        steps, warm_up = max(steps, _PERIOD), 2 * _PERIOD  # its first round is a dense one
     turns: dict[str, list[float]] = {name: [] for name in trainings}
     for turn in range(options.turns + 1):
         for name, training in trainings.items():
             dist.barrier()
-            taken = [step_s(training) for _ in range(steps if turn else WARM_UP_STEPS)]
+            taken = [step_s(training) for _ in range(steps if turn else warm_up)]
             if turn:
-                turns[name].append(fmean(taken) if steps == _PERIOD else median(taken))
+                turns[name].append(median(taken) if warm_up == WARM_UP_STEPS else fmean(taken))
     if dist.get_rank() == 0:
         file.write_text(json.dumps(turns))
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, isqrt, sqrt
 
@@ -13,6 +13,7 @@ from commopt.aggregate import Aggregator, Buffer, Call, LocalSGD
 from commopt.aggregate.learning import LEARNED_LOCAL, steps_to_loss
 from commopt.cost import Curve, Links, WorkKey
 from commopt.doctor.verdict.facts import Gain, Training
+from commopt.doctor.verdict.judge import tried_first
 from commopt.doctor.verdict.measure import Found
 from commopt.errors import CommoptError, ConfigurationError
 from commopt.feedback import Layout
@@ -152,11 +153,21 @@ def predict(
         Gain(name, base_ms * step_us / base.step_us, runnable[name].lossless, steps)
         for to_loss_us, step_us, name, steps in sorted(rows, key=lambda row: row[0])
         if to_loss_us < (1 - WORTH) * base_to_loss_us
-    )[:most]
+    )
+    gains = shown(gains, most)
     if recorded is not None:
         return replace(recorded, gains=gains)
     exposed_ms, compute_ms = base.exposed_us / 1e3, base.compute_us / 1e3
     return Training(workload.name, False, base_ms, compute_ms, exposed_ms, gains=gains, note=workload.note)
+
+
+def shown(gains: Sequence[Gain], most: int = SHOWN) -> tuple[Gain, ...]:
+    """Return so many of the best strategies, among them the one to try first, which learns as exact averages do."""
+    if len(gains) <= most:
+        return tuple(gains)
+    name = tried_first(gains)
+    first = next(gain for gain in gains if gain.strategy == name)
+    return tuple(gains[:most]) if first in gains[:most] else (*gains[: most - 1], first)
 
 
 def calibrated(links: Links, step_us: float, simulated: Callable[[Links], SimulatedStep]) -> Links:

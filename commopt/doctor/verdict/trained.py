@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from commopt.display import significant
-from commopt.doctor.verdict.facts import Gain, Leg, Measurements, Overlap, Training
-from commopt.doctor.verdict.gain import SHOWN, WORTH
+from commopt.doctor.verdict.facts import Leg, Measurements, Overlap, Training
+from commopt.doctor.verdict.gain import WORTH, shown
 from commopt.doctor.verdict.judge import (
     AS_IT_SHOULD_BE,
     BUSY_SHARE,
@@ -51,7 +51,7 @@ def judge_training(found: Measurements) -> Verdict:
         causes,
         _first(training, causes),
         _not_expected(found, training),
-        replace(training, gains=_shown(training.gains)),
+        replace(training, gains=shown(training.gains)),
         tuple(_notes(found, training)),
         found.overlap,
     )
@@ -191,14 +191,6 @@ def _size(nbytes: int) -> str:
     if nbytes < 1e5:
         return f"{significant(nbytes / 1e3)} kB"
     return f"{significant(nbytes / 1e6)} MB"
-
-
-def _shown(gains: Sequence[Gain]) -> tuple[Gain, ...]:
-    """Return the best strategies, among them the one to try first."""
-    if len(gains) <= SHOWN:
-        return tuple(gains)
-    first = next(gain for gain in gains if gain.strategy == tried_first(gains))
-    return tuple(gains[:SHOWN]) if first in gains[:SHOWN] else (*gains[: SHOWN - 1], first)
 
 
 def _first(training: Training, causes: Sequence[Cause]) -> str:
