@@ -709,6 +709,22 @@ FAULTS: tuple[Fault, ...] = (
         ("test_connections",),
     ),
     Fault(
+        "a training that fails waits for a verdict",
+        "commopt/run/recorded.py",
+        "sys.exc_info()[0] is not None",
+        "False",
+        NOBODY_HANGS,
+        ("test_verdict_training",),
+    ),
+    Fault(
+        "what backward hides counts as exposed",
+        "commopt/doctor/verdict/recording.py",
+        "min(max(until_us - begin_us, 0.0), end_us - begin_us)",
+        "0.0",
+        "doctor: a verdict of nothing but what was recorded",
+        ("test_verdict_training",),
+    ),
+    Fault(
         "a page takes names of other hosts as HTML",
         "commopt/pages/__init__.py",
         "autoescape=True",

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = (
     "commopt.__main__",
     "commopt.chaos",
+    "commopt.run.cli",
     "commopt.doctor",
     "commopt.bandwidth",
     "commopt.simulate",

@@ -71,10 +71,53 @@ def test_a_script_trains_with_the_hook(script: Path) -> None:
     lines = done.stdout.splitlines()
     (place,) = [place for place, line in enumerate(lines) if line.startswith("Linear")]
     model, *hook, steps, intra, inter = lines[place].split()
-    hook += [word for line in lines[place + 1 :] for word in line.split()]  # a long name goes on below
+    hook += [
+        word for line in lines[place + 1 : lines.index("", place)] for word in line.split()
+    ]  # a long name goes on below
     assert (model, "".join(hook)) == ("Linear", repr(commopt.build_preset("hierarchical_bf16")).replace(" ", ""))
     # both of two ranks send all of 32 gradients in 16 bits
     assert (steps, intra, float(inter)) == ("3", "0", 32 * 2 / 1e6)
+
+
+LATE = TRAINING.replace("    for step in", "    import time\n    for step in").replace(
+    "        optimizer.zero_grad()\n",
+    """        if step == 8 and sys.argv[2] == "raise" and dist.get_rank() == 1:
+            raise ValueError("broken")
+        time.sleep(0.2 * dist.get_rank())
+        optimizer.zero_grad()
+""",
+)
+
+
+def test_a_training_ends_in_a_verdict_that_names_the_late_rank(tmp_path: Path) -> None:
+    path = tmp_path / "late.py"
+    path.write_text(LATE)
+    done = torchrun("-m", "commopt", "run", "--strategy", "hierarchical", "--report", str(path), "10", "end")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    (begin,) = [place for place, line in enumerate(lines) if "of a step of" in line]
+    text = " ".join(lines[begin:])
+    assert re.search(r"all wait for rank 1 on \S+, +which is 2\d\d ms late", text), text
+    assert re.search(r"between nodes +float32 0\.128 kB", text), text  # 32 elements
+    assert "a step of Linear with hierarchical, " in text
+    assert len(lines) - begin <= 25
+    assert max(map(len, lines[begin:])) <= 80
+    assert "no verdict" not in done.stderr
+
+
+def test_a_training_that_fails_waits_for_no_verdict(tmp_path: Path) -> None:
+    """Rank 1 raises and would destroy the process group: nobody waits for it, nothing is made of half a training."""
+    path = tmp_path / "late.py"
+    destroyed = "    dist.destroy_process_group()\n    sys.exit()\n"
+    text = LATE.replace(destroyed, "").replace(
+        "\n    main()", "\n    try:\n        main()\n    finally:\n" + "        dist.destroy_process_group()"
+    )
+    path.write_text(text)
+    done = torchrun("-m", "commopt", "run", "--strategy", "hierarchical", "--report", str(path), "10", "raise")
+    assert done.returncode != 0
+    assert "ValueError: broken" in done.stderr
+    assert "of a step of" not in done.stdout
+    assert "did not reach" not in done.stderr
 
 
 def test_bad_input_reaches_the_launcher(script: Path) -> None:

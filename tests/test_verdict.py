@@ -15,9 +15,9 @@ import pytest
 from bench.evidence import verdict as evidence
 from commopt.doctor.verdict.facts import Gain, InterfaceRates, Level, Measurements, Pace, Problem, Training
 from commopt.doctor.verdict.judge import AS_IT_SHOULD_BE, NOT_MEASURED, SLOWER, judge
-from commopt.doctor.verdict.script import waited_us
 from commopt.doctor.verdict.show import MOST_LINES, changes, lines_of
 from commopt.errors import ConfigurationError
+from commopt.run.recorded import waited_us
 from topology.network import Network, SiteLevel
 
 NODES = ("node0", "node1", "node2")
@@ -314,6 +314,9 @@ def test_a_document_gets_the_verdict_on_a_file(
     monkeypatch.setattr(sys, "argv", ["verdict", "--show", str(file)])
     assert evidence.main() == 0
     assert capsys.readouterr().out.splitlines() == ["```text", *lines_of(judge(HEALTHY)), "```"]
+    file.write_text(json.dumps({"header": {}, "lines": ["38% of a step of 160 ms is exposed", "", "..."]}))
+    assert evidence.main() == 0
+    assert capsys.readouterr().out.splitlines()[1:-1] == ["38% of a step of 160 ms is exposed", "", "..."]
     file.write_text('{"measured": {"nodes": 3}}')
     with pytest.raises(SystemExit):
         evidence.main()

@@ -12,9 +12,9 @@ from commopt.cost import Curve, LinkKey, Links, LinksHeader, Speeds, nominal_lin
 from commopt.doctor.machine import Machine
 from commopt.doctor.network import interfaces
 from commopt.doctor.verdict.expected import MACHINES, interface_rate
-from commopt.doctor.verdict.facts import Measurements, Training
-from commopt.doctor.verdict.gain import SHOWN, learned, predict, sized_model, workload_of
-from commopt.doctor.verdict.measure import Found, levels_of, with_all
+from commopt.doctor.verdict.facts import Gain, Measurements, Training
+from commopt.doctor.verdict.gain import SHOWN, Used, learned, predict, shown, sized_model, workload_of
+from commopt.doctor.verdict.measure import Found, curve_of, levels_of, with_all
 from commopt.groups import TeamShape
 from commopt.hooks import build_preset
 from tests.machines import Tree
@@ -41,14 +41,45 @@ def test_on_a_fast_network_nothing_is_promised() -> None:
     assert training.gains == ()
 
 
-def test_a_recorded_step_stands_and_gains_are_in_proportion() -> None:
+@pytest.mark.parametrize("slower", [0.6, 1.0, 2.5])
+def test_a_recorded_step_stands_and_corrects_messages_but_no_computing(slower: float) -> None:
+    """On links so many times slower, the recorded step is enough to predict what would be predicted from them."""
     workload = workload_of("gpt2", None, None, "NVIDIA A100", 1.0)
-    predicted = predict(workload, SHAPE, found(1.0), "NVIDIA A100")
-    recorded = Training("mine", True, 2 * predicted.step_ms, 1.0, predicted.exposed_ms)
+    truth = predict(workload, SHAPE, found(1.0 / slower), "NVIDIA A100")
+    recorded = Training("mine", True, truth.step_ms, truth.compute_ms, truth.exposed_ms)
     training = predict(workload, SHAPE, found(1.0), "NVIDIA A100", recorded)
     assert (training.name, training.step_ms, training.recorded) == ("mine", recorded.step_ms, True)
-    ratio = [gain.step_ms / training.step_ms for gain in training.gains]
-    assert ratio == pytest.approx([gain.step_ms / predicted.step_ms for gain in predicted.gains])
+    steps = {gain.strategy: gain.step_ms for gain in training.gains}
+    assert steps == pytest.approx({gain.strategy: gain.step_ms for gain in truth.gains}, rel=0.03)
+
+
+def test_what_learns_as_exact_averages_do_is_among_those_shown() -> None:
+    weak = [Gain(f"weak{place}", 10.0 + place, False, (1.2, 1.2)) for place in range(4)]
+    safe = Gain("safe", 30.0, False, (1.0, 1.0))
+    assert [gain.strategy for gain in shown([*weak, safe])] == ["weak0", "weak1", "safe"]
+    assert [gain.strategy for gain in shown([weak[0], safe, *weak[1:]])] == ["weak0", "safe", "weak1"]
+    assert shown(weak) == tuple(weak[:SHOWN])
+    assert shown([safe]) == (safe,)
+
+
+def test_strategies_are_compared_with_the_one_in_use() -> None:
+    """Nothing that is no faster is named, and the strategy itself is not."""
+    workload = workload_of("gpt2", None, None, "NVIDIA A100", 1.0)
+    every = predict(workload, SHAPE, found(1.0), "NVIDIA A100", most=99)
+    groups = [[name] for unit in workload.units for name in unit.names]
+    for gain in (every.gains[0], every.gains[-1]):
+        used = Used(build_preset(gain.strategy), groups)
+        better = predict(workload, SHAPE, found(1.0), "NVIDIA A100", used=used, most=99)
+        assert gain.strategy not in {each.strategy for each in better.gains}
+        assert all(each.step_ms < better.step_ms for each in better.gains)
+
+
+def test_a_curve_is_through_long_messages_whatever_short_ones_took() -> None:
+    """A buffer that swallows the shortest must not make all of them look short."""
+    curve = curve_of([(2**14, 30.0), (2**18, 16_000.0), (2**22, 178_000.0)])
+    assert curve.time_us(2**22) == pytest.approx(178_000.0, rel=0.01)
+    assert curve.time_us(2**20) == pytest.approx(48_000.0, rel=0.05)
+    assert curve.points[0] == (2**14, 30.0)
 
 
 @pytest.mark.parametrize("numel", [1, 1000, 124_000_000, 7_000_000_000])

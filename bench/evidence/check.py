@@ -72,7 +72,8 @@ MEASURES: Mapping[str, Sequence[str]] = {
     "server_link": ("commopt/server", "bench/evidence/server_link.py"),
     "soak": (*_STEP, "commopt/server", "commopt/chaos/train.py", "bench/evidence/soak.py"),
     "training": (*_STEP, "bench/training"),
-    "verdict": ("commopt/doctor/verdict", "commopt/probe", "commopt/cost", "bench/evidence/verdict.py"),
+    "gain": (*_STEP, "commopt/doctor/verdict", "commopt/probe", "commopt/simulate", "bench/evidence/gain.py"),
+    "verdict": ("commopt/doctor/verdict", "commopt/run", "commopt/probe", "commopt/cost", "bench/evidence/verdict.py"),
     "tuning": (*_STEP, "commopt/cost", "bench/evidence/tuning"),
 }
 """What each kind of result measures, as paths of this repository. A new benchmark adds a line."""

@@ -133,11 +133,12 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 class SmallTraining:
-    """A bench.models.Trainable of 1.3 million parameters, in messages of 1 and 4 MiB."""
+    """A bench.models.Trainable of 1.3 million parameters, in messages of 1 and 4 MiB. samples: of a rank's batch."""
 
     evaluation = "its batches, which are not held out"
 
-    def __init__(self) -> None:
+    def __init__(self, samples: int = 16) -> None:
+        self._samples = samples
         torch.manual_seed(0)
         layers = [nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)]
         self.model: nn.Module = DistributedDataParallel(nn.Sequential(*layers))
@@ -147,7 +148,7 @@ class SmallTraining:
 
     def step(self) -> Tensor:
         """Do one optimizer step; return the loss."""
-        images = torch.randn(16, 256, generator=self._draws)
+        images = torch.randn(self._samples, 256, generator=self._draws)
         self.optimizer.zero_grad()
         loss = cross_entropy(self.model(images), images[:, :10].argmax(1))
         loss.backward()
@@ -171,13 +172,14 @@ def measure(options: argparse.Namespace) -> dict[str, list[float]]:
     for turn in range(options.turns + 1):
         for strategy, training in trainings.items():
             dist.barrier()
-            taken = [_step_s(training) for _ in range(options.steps if turn else options.warm_up)]
+            taken = [step_s(training) for _ in range(options.steps if turn else options.warm_up)]
             if turn:
                 turns[strategy].append(median(taken))
     return turns
 
 
-def _step_s(training: Trainable) -> float:
+def step_s(training: Trainable) -> float:
+    """Return the seconds of one step."""
     begin = time.perf_counter()
     training.step()
     return time.perf_counter() - begin

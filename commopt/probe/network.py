@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from time import perf_counter
 
@@ -21,7 +21,11 @@ Say = Callable[[str], None]
 
 def node_names(membership: Membership) -> tuple[str, ...]:
     """Return a name for each node: the host's, with the place of the node where several have the same."""
-    names = membership.cluster.names
+    return distinct(membership.cluster.names)
+
+
+def distinct(names: Sequence[str]) -> tuple[str, ...]:
+    """Return names of nodes with the place of the node where several have the same."""
     return tuple(name if names.count(name) == 1 else f"{name}#{place}" for place, name in enumerate(names))
 
 

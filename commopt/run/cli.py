@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     what = "where rank 0 writes at the end what auto has chosen, and what it begins with if the file is there already"
     add("--tuned", type=Path, metavar="FILE", help=what)
-    add("--report", action="store_true", help="print at the end what was sent, on rank 0")
+    add("--report", action="store_true", help="print at the end what was sent, and a verdict with remedies, on rank 0")
     add("--live", action="store_true", help="print where the time goes every so many steps, on rank 0")
     add("--html", type=output_file, metavar="FILE", help="write the same as a page with pictures, each time anew")
     add("--every", type=whole(1), default=50, metavar="STEPS", help="of --live and --html (default 50)")
@@ -137,14 +137,16 @@ class ScriptRun:
         """Call the function, and attach to the models that are trained in it."""
         shown = self.shown
         live = Live(shown.every, shown.live, shown.html) if shown.live or shown.html else None
-        models = Models(self.choice, live)
+        models = Models(self.choice, live, records=shown.report or shown.html is not None)
+        ended, made = None, None
         try:
             with watching(models), following(self.run, self.again):
                 made = function(*args, **kwargs)
-        except SystemExit:  # its traceback holds on to the script's objects
-            self._conclude(models, live)
-            raise
-        self._conclude(models, live)
+        except SystemExit as error:
+            ended = error  # its traceback holds on to the script's objects
+        self._conclude(models, live, well=ended is None or ended.code in (None, 0))
+        if ended is not None:
+            raise ended
         del made
 
     def again(self, program: Any) -> Any:
@@ -160,14 +162,19 @@ class ScriptRun:
         options += self.shown.options()
         return [program[0], "-m", "commopt", "run", "--strategy", self.choice.strategy, *options, *program[1:]]
 
-    def _conclude(self, models: Models, live: Live | None) -> None:
-        models.average()
+    def _conclude(self, models: Models, live: Live | None, *, well: bool) -> None:
+        """Print what was asked for. well: whether the script ended without an error, so that all ranks come here."""
+        if well:
+            models.end()
+        else:
+            models.average()
         models.close()
         if models.seen:
             with suppress(OSError):  # the process that made the folder did not wait for this one
                 Path(self.marks, str(os.getpid())).touch()
             if self.shown.report:
                 show(models.trained)
+            _show_verdict(models.trained, printed=self.shown.report)
             if self.tuned is not None:
                 _keep(models.trained, self.tuned)
         if live is not None and not live.steps and any(record.rank == 0 for record in models.trained):
@@ -195,6 +202,30 @@ def show(trained: Sequence[Trained], stream: TextIO | None = None) -> None:
         if record.explanation:
             lines += ["", f"{record.name}:", record.explanation]
     print(*lines, sep="\n", file=stream or sys.stdout, flush=True)
+
+
+def _show_verdict(trained: Sequence[Trained], *, printed: bool) -> None:
+    """Print the verdict on the model that waits longest, and put all on the pages; one line where that fails."""
+    mine = [(record, recorded) for record in trained if record.rank == 0 and (recorded := record.recorded) is not None]
+    if not mine:
+        return
+    try:
+        from commopt.doctor import observe
+        from commopt.doctor.verdict.recording import verdict_on
+        from commopt.doctor.verdict.show import lines_of
+        from commopt.timeline.page import write_page
+
+        machine = observe()
+        found = [verdict_on(recorded, machine) for _, recorded in mine]
+        if printed:
+            most = max(found, key=lambda verdict: verdict.training.exposed_ms if verdict.training else 0.0)
+            print("", *lines_of(most), sep="\n", flush=True)
+        for (record, of), verdict in zip(mine, found, strict=True):
+            if record.page is not None and of.report is not None:
+                write_page(record.page, of.timeline, of.report, of.explanation, of.reasons, lines_of(verdict))
+    except Exception as error:  # whatever it is, the training has ended well
+        said = " ".join(str(error).split())
+        print(f"commopt run: no verdict: {type(error).__name__}: {said}", file=sys.stderr)
 
 
 def _row(record: Trained) -> tuple[str, ...]:

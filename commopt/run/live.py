@@ -24,8 +24,8 @@ class Live:
     steps: int = 0
     _models: int = 0
 
-    def watch(self, name: str, state: CommState, *, speaks: bool) -> None:
-        """Show a model from now on, if this rank `speaks`; collective over the ranks of the state."""
+    def watch(self, name: str, state: CommState, *, speaks: bool) -> Path | None:
+        """Show a model from now on, if this rank `speaks`, and return its page; collective over the state's ranks."""
         self._models += 1
         file = self.html
         if file is not None and self._models > 1:
@@ -42,6 +42,7 @@ class Live:
                 write_page(file, now.timeline, now.report, state.explain(), [each.reason for each in state.decisions])
 
         StepLog(state._registration, state.stats, lambda: state.plan, self.every, lambda: show)
+        return file
 
 
 def line(now: Logged, strategy: str) -> str:

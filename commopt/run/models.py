@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import wraps
+from pathlib import Path
 from typing import Any
 from weakref import WeakSet, finalize, ref
 
@@ -25,6 +26,7 @@ from commopt.attached.optimizers import adam_in, optimizers_of, put_behind
 from commopt.errors import CommoptError
 from commopt.hooks import CommState
 from commopt.run.live import Live
+from commopt.run.recorded import Recorded, StepRecording
 from commopt.run.script import Choice
 from commopt.schedule import Tuned
 from commopt.sharded.seams import replaced_in, reshard_between_steps
@@ -37,6 +39,8 @@ class Trained:
     """A model that got a hook. stats, explanation, tuned: those of its state when it ceased to exist, or at the end.
 
     explanation: "" for a strategy that is not tuned, which has no `tuned` either.
+    recording: of its steps; None where nobody wants a verdict.
+    page: of --html; None where nobody wants one.
     """
 
     name: str
@@ -44,22 +48,49 @@ class Trained:
     stats: dict[str, Any] = field(default_factory=dict)
     explanation: str = ""
     tuned: Tuned | None = None
+    recording: StepRecording | None = None
+    page: Path | None = None
+
+    @property
+    def recorded(self) -> Recorded | None:
+        """What all ranks have recorded of it; None where that is nothing."""
+        return None if self.recording is None else self.recording.recorded
 
     def read(self, state: CommState) -> None:
         """Take the figures of its hook."""
         self.stats = state.stats()
         self.tuned = getattr(state, "tuned", None)  # FSDP2's have none
         self.explanation = "" if self.tuned is None else state.explain()
+        self._try(lambda recording: recording.note(state))
+
+    def gather(self) -> None:
+        """Bring together what all ranks have recorded; collective. Without an error: the training has ended well."""
+        self._try(StepRecording.gather)
+
+    def _try(self, what: Callable[[StepRecording], None]) -> None:
+        """Do something for the verdict. Where that fails there is none, and the first rank says why."""
+        if self.recording is None:
+            return
+        try:
+            what(self.recording)
+        except Exception as error:
+            self.recording = None
+            if self.rank == 0:
+                _log.warning("commopt run: no verdict on %s: %s", self.name, " ".join(str(error).split()))
 
 
 class Models:
-    """Attaches the choice to every model, once, and keeps the outcomes: `trained`, in order of attachment."""
+    """Attaches the choice to every model, once, and keeps the outcomes: `trained`, in order of attachment.
 
-    def __init__(self, choice: Choice, live: Live | None = None) -> None:
+    records: whether steps are recorded for a verdict at the end.
+    """
+
+    def __init__(self, choice: Choice, live: Live | None = None, *, records: bool = False) -> None:
         self.trained: list[Trained] = []
         self.scalers = Scalers(choice.strategy)
         self._choice = choice
         self._live = live
+        self._records = records
         self._known: WeakSet[nn.Module] = WeakSet()
         self._left_alone = 0
         self._open: list[finalize[..., nn.Module]] = []
@@ -103,7 +134,9 @@ class Models:
             )
         record = Trained(name, dist.get_rank())
         if self._live is not None:
-            self._live.watch(name, state, speaks=record.rank == 0)
+            record.page = self._live.watch(name, state, speaks=record.rank == 0)
+        if self._records:
+            record.recording = StepRecording(state, name, self._choice.strategy)
         self.trained.append(record)
         # The state lives as long as the model, as if the script held both.
         at_its_end = finalize(model, record.read, state)
@@ -111,11 +144,17 @@ class Models:
         self._open.append(at_its_end)
         _log.info("commopt run: %s on the model %s", self._choice.strategy, name)
 
-    def average(self) -> None:
-        """Let the nodes hold one model where a LocalSGD lets them learn by themselves; collective.
+    def end(self) -> None:
+        """Average what nodes have learned by themselves, and bring together what was recorded; collective.
 
         Called when the script destroys the process group, and when it has ended by itself.
         """
+        self.average()
+        for record in self.trained:
+            record.gather()
+
+    def average(self) -> None:
+        """Let the nodes hold one model where a LocalSGD lets them learn by themselves; collective."""
         for waiting in self._states:
             state = waiting()
             if state is None or not state.nodes_differ or not state.membership.alive:
@@ -225,7 +264,7 @@ def _patched() -> Iterator[None]:
     @wraps(destroy)
     def watched_destroy(group: Any = None) -> None:
         if group in (None, dist.group.WORLD):
-            _watching[-1].average()
+            _watching[-1].end()
         destroy(group)
 
     for kind in _WATCHED:  # none of which has a __call__ of its own

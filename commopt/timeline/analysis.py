@@ -287,6 +287,14 @@ def typical_step(timeline: Timeline) -> int:
     return chosen[int(np.abs(step_us - np.median(step_us)).argmin())]
 
 
+def typical_steps(timeline: Timeline) -> list[int]:
+    """Return the indices of the half of the compared steps whose length is nearest to the median."""
+    chosen = comparable(timeline)
+    completed = _table([timeline.steps[place] for place in chosen], attrgetter("completed_us"))
+    step_us = np.median(completed - np.array([begins_us(timeline, place) for place in chosen]), axis=1)
+    return [chosen[place] for place in _typical(step_us)]
+
+
 def follows(timeline: Timeline, place: int) -> bool:
     """Return whether the step before this one was recorded too."""
     return place > 0 and timeline.steps[place - 1][0].step == timeline.steps[place][0].step - 1

@@ -46,18 +46,27 @@ class _Scale:
         return [(self.at(self.begin_us + time_us), f"{time_us / 1000:g}") for time_us in times_us]
 
 
-def write_page(file: Path, timeline: Timeline, report: Report, explanation: str, decisions: Sequence[str]) -> None:
+def write_page(
+    file: Path,
+    timeline: Timeline,
+    report: Report,
+    explanation: str,
+    decisions: Sequence[str],
+    verdict: Sequence[str] = (),
+) -> None:
     """Write the page of a timeline and its report.
 
     Raises OSError.
 
     explanation: description of the strategy in use.
     decisions: descriptions of the decisions about it.
+    verdict: its lines, once training has ended.
     """
     pages.write_page(
         file,
         Path(__file__).with_name("page.html"),
         mean=report.analysis.mean,
+        verdict=verdict,
         head=head(report),
         advice=advice(timeline, report),
         step=_typical_step(timeline, report),

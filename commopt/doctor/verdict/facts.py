@@ -144,6 +144,9 @@ class Training:
     gains: the best strategies, the best first.
     note: what the time of computation rests on.
     late_host_busy: the share of the time in which a program of that rank's host waited for a CPU; None: not known.
+    strategy: that averaged; "" for stock DDP.
+    late_node: of late_rank, "" where only `paces` tell it.
+    late_place: where in a step late_rank falls behind, "" for not known.
     """
 
     name: str
@@ -156,11 +159,75 @@ class Training:
     gains: tuple[Gain, ...] = ()
     note: str = ""
     late_host_busy: float | None = None
+    strategy: str = ""
+    late_node: str = ""
+    late_place: str = ""
 
     @property
     def exposed_share(self) -> float:
         """The part of a step in which nothing but communication goes on."""
         return self.exposed_ms / self.step_ms if self.step_ms > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Leg:
+    """One leg of a recorded step's messages.
+
+    level: as the recording has it: "intra", "inter" or "world", with sites also "inter.inter" and so on.
+    name: for people.
+    form: of the values on the wire: a dtype, "4 bits", ...; "" for not known.
+    nbytes: that a node sends to others in a step, or a rank inside its node.
+    gbps: at which these went while they did.
+    taken_ms: by them, in a step.
+    hidden_share: of that time, what was before the last gradient of their ranks.
+    expected_gbps, source: what the leg should carry, and who says so; None where nobody does.
+    largest_nbytes: of its collectives.
+    """
+
+    level: str
+    name: str
+    form: str
+    nbytes: int
+    gbps: float
+    taken_ms: float
+    hidden_share: float
+    expected_gbps: float | None = None
+    source: str = ""
+    largest_nbytes: int = 0
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """How the messages of a recorded step and its backward overlap; times are means over ranks.
+
+    messages: of a step.
+    movable: whether a plan can give DDP other buckets.
+    planned: whether one has.
+    transfer_ms: of all messages, without waiting for other ranks.
+    hidden_share: of what it takes on all legs.
+    waiting_ms: for other ranks, after a rank's own last gradient.
+    hosts_busy: the largest share of the time in which a program of a host waited for a CPU; None: not known.
+    local_ms: of all transfer, packing, compressing and adding up.
+    window_ms: from the first message's gradients to the last, in which messages can be hidden.
+    passes_ms: from the begin of the forward to the last gradient; None where it was not noted.
+    last_ms, last_queue_ms, last_share: of the last message: its transfer, its wait for messages before it, its bytes.
+    last_label: its parameters.
+    """
+
+    messages: int
+    movable: bool
+    planned: bool
+    transfer_ms: float
+    hidden_share: float
+    waiting_ms: float
+    hosts_busy: float | None
+    local_ms: float
+    window_ms: float
+    passes_ms: float | None
+    last_ms: float
+    last_queue_ms: float
+    last_share: float
+    last_label: str
 
 
 @dataclass(frozen=True)
@@ -185,6 +252,8 @@ class Measurements:
     direct: trials of direct access between devices.
     connections: number of connections of gloo between two ranks of different nodes.
     split: whether commopt chose several by itself, so that its collectives tell nothing on one, which others have.
+    legs, overlap: of a training that was recorded to its end.
+    unrecorded: what of its communication was not, "" for nothing.
     """
 
     nodes: tuple[str, ...]
@@ -201,6 +270,9 @@ class Measurements:
     direct: tuple[Direct, ...] = ()
     connections: int = 1
     split: bool = False
+    legs: tuple[Leg, ...] = ()
+    overlap: Overlap | None = None
+    unrecorded: str = ""
 
     @property
     def used(self) -> tuple[InterfaceRates, ...]:

@@ -3,25 +3,28 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from math import ceil, isqrt
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import ceil, isqrt, sqrt
 
 import torch
 
 from commopt.aggregate import Aggregator, Buffer, Call, LocalSGD
 from commopt.aggregate.learning import LEARNED_LOCAL, steps_to_loss
-from commopt.cost import Links, WorkKey
+from commopt.cost import Curve, Links, WorkKey
 from commopt.doctor.verdict.facts import Gain, Training
+from commopt.doctor.verdict.judge import tried_first
 from commopt.doctor.verdict.measure import Found
 from commopt.errors import CommoptError, ConfigurationError
 from commopt.feedback import Layout
 from commopt.groups import TeamShape
 from commopt.hooks import build_preset
 from commopt.probe.operations import TimedWork, known_compressors, work_of
+from commopt.schedule.costs import LARGEST_FACTOR
 from commopt.simulate import GPUS, GpuSpec, Model, Parameter, Stragglers, Workload, model, of_model, simulate_step
 from commopt.simulate.cluster import gpu_work
 from commopt.simulate.scaling import LOSSLESS, LOSSY
-from commopt.simulate.step import USUAL_SPREAD
+from commopt.simulate.step import USUAL_SPREAD, Buckets, SimulatedStep
 from commopt.simulate.throughput import usual_batch
 
 CANDIDATES = (*LOSSLESS, *LOSSY, "onebit_local")
@@ -35,6 +38,15 @@ _CPU_EFFICIENCY = 0.5  # of the measured rate of products; models do more than p
 _GPU_EFFICIENCY = 0.4
 _CPU_MEMORY_GB_PER_S = 10.0
 _WIDEST = 8192
+_HALVINGS = 10
+
+
+@dataclass(frozen=True)
+class Used:
+    """What averaged a recorded step: its aggregator, and the names of the parameters in each of its buckets."""
+
+    aggregator: Aggregator
+    buckets: Buckets
 
 
 def sized_model(numel: int) -> Model:
@@ -101,34 +113,93 @@ def _runnable(shape: TeamShape) -> dict[str, Aggregator]:
 
 
 def predict(
-    workload: Workload, shape: TeamShape, found: Found, device: str = "", recorded: Training | None = None
+    workload: Workload,
+    shape: TeamShape,
+    found: Found,
+    device: str = "",
+    recorded: Training | None = None,
+    used: Used | None = None,
+    most: int = SHOWN,
 ) -> Training:
     """Return a step with stock DDP and the strategies that reach a loss first, from what was measured.
 
-    recorded: the step as it was recorded in a script; it then stands, and what strategies save is predicted beside it.
+    recorded: the step as it was recorded in a script; it then stands, and prices of messages are corrected by it.
+    used: what averaged it, if not stock DDP; strategies are then compared with that.
+    most: strategies.
     """
     if found.links is None:
         raise ConfigurationError("no collective was measured, so nothing can be predicted; run without Ctrl-C")
     runnable = _runnable(shape)
-    links = _with_work(found, runnable, shape, device)
+    used = used or Used(build_preset("flat"), "ddp")
+    known = {**runnable, preset_of(used.aggregator): used.aggregator}
+    links = _with_work(found, known, shape, device)
     spread = Stragglers(USUAL_SPREAD)
-    stock = simulate_step(workload, build_preset("flat"), shape, links, stragglers=spread)
+
+    def simulated(aggregator: Aggregator, buckets: Buckets, links: Links) -> SimulatedStep:
+        return simulate_step(workload, aggregator, shape, links, buckets=buckets, stragglers=spread)
+
+    if recorded is not None:
+        links = calibrated(links, 1e3 * recorded.step_ms, lambda own: simulated(used.aggregator, used.buckets, own))
+    base = simulated(used.aggregator, used.buckets, links)
+    base_to_loss_us = base.step_us * _most_steps(learned(preset_of(used.aggregator), used.aggregator))
     rows = []
     for name, aggregator in runnable.items():
-        buckets = "planned" if name != "flat" else "ddp"
-        step_us = simulate_step(workload, aggregator, shape, links, buckets=buckets, stragglers=spread).step_us
+        step_us = simulated(aggregator, used.buckets, links).step_us  # as `commopt run` has them, without a plan
         steps = learned(name, aggregator)
-        rows.append((step_us * max([each for each in steps if each is not None], default=1.0), step_us, name, steps))
-    base_ms = stock.step_us / 1e3 if recorded is None else recorded.step_ms
+        if aggregator != used.aggregator and step_us < (1 - WORTH) * base.step_us:
+            rows.append((step_us * _most_steps(steps), step_us, name, steps))
+    base_ms = base.step_us / 1e3 if recorded is None else recorded.step_ms
     gains = tuple(
-        Gain(name, base_ms * step_us / stock.step_us, runnable[name].lossless, steps)
+        Gain(name, base_ms * step_us / base.step_us, runnable[name].lossless, steps)
         for to_loss_us, step_us, name, steps in sorted(rows, key=lambda row: row[0])
-        if to_loss_us < (1 - WORTH) * stock.step_us
-    )[:SHOWN]
+        if to_loss_us < (1 - WORTH) * base_to_loss_us
+    )
+    gains = shown(gains, most)
     if recorded is not None:
         return replace(recorded, gains=gains)
-    exposed_ms, compute_ms = stock.exposed_us / 1e3, stock.compute_us / 1e3
+    exposed_ms, compute_ms = base.exposed_us / 1e3, base.compute_us / 1e3
     return Training(workload.name, False, base_ms, compute_ms, exposed_ms, gains=gains, note=workload.note)
+
+
+def shown(gains: Sequence[Gain], most: int = SHOWN) -> tuple[Gain, ...]:
+    """Return so many of the best strategies, among them the one to try first, which learns as exact averages do."""
+    if len(gains) <= most:
+        return tuple(gains)
+    name = tried_first(gains)
+    first = next(gain for gain in gains if gain.strategy == name)
+    return tuple(gains[:most]) if first in gains[:most] else (*gains[: most - 1], first)
+
+
+def calibrated(links: Links, step_us: float, simulated: Callable[[Links], SimulatedStep]) -> Links:
+    """Return the links whose messages take as many times longer as makes the simulated step as long as the real one.
+
+    What slows the messages of one strategy slows those of all; computing stays as it was.
+    """
+
+    def slower(times: float) -> Links:
+        curves = {key: curve.scaled(times, times, curve.note) for key, curve in links.curves.items()}
+        return replace(links, curves=curves)
+
+    low, high = 1 / LARGEST_FACTOR, LARGEST_FACTOR
+    for _ in range(_HALVINGS):
+        middle = sqrt(low * high)
+        low, high = (low, middle) if simulated(slower(middle)).step_us > step_us else (middle, high)
+    return slower(sqrt(low * high))
+
+
+def preset_of(aggregator: Aggregator) -> str:
+    """Return the name of the candidate that an aggregator is, or else its repr."""
+    return next((name for name in CANDIDATES if build_preset(name) == aggregator), repr(aggregator))
+
+
+def assumed_work(shape: TeamShape) -> dict[WorkKey, Curve]:
+    """Return the local work of all candidates at the rate of a usual CPU's memory, for where none was measured."""
+    cpu = GpuSpec("this CPU", {}, _CPU_MEMORY_GB_PER_S)
+    return gpu_work(cpu, list(_runnable(shape).values()), rows=max(shape.node_count, 2))
+
+
+def _most_steps(steps: tuple[float | None, float | None]) -> float:
+    return max([each for each in steps if each is not None], default=1.0)
 
 
 def learned(name: str, aggregator: Aggregator) -> tuple[float | None, float | None]:

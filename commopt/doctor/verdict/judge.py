@@ -17,6 +17,7 @@ from commopt.doctor.verdict.facts import (
     InterfaceRates,
     Level,
     Measurements,
+    Overlap,
     Training,
     TrialOutcome,
     median_of_others,
@@ -69,6 +70,7 @@ class Row:
     """One link in the table.
 
     gbps, expected_gbps: the rates again, for a picture; None where they are not known.
+    sent, hidden: of a leg of a training's messages, what goes over it in a step, and how much of that backward hides.
     """
 
     link: str
@@ -77,11 +79,13 @@ class Row:
     verdict: str
     gbps: float | None = None
     expected_gbps: float | None = None
+    sent: str = ""
+    hidden: str = ""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result: `status` is the exit status."""
+    """The result: `status` is the exit status. overlap: of a training that was recorded to its end."""
 
     status: int
     sentence: str
@@ -91,6 +95,7 @@ class Verdict:
     not_expected: str
     training: Training | None = None
     notes: tuple[str, ...] = ()
+    overlap: Overlap | None = None
 
     def as_document(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -170,7 +175,7 @@ def _causes(found: Measurements) -> Iterator[Cause]:
     # Between sites nothing is as fast as the best connection inside one.
     yield from list(_one_connection(found)) or (() if between_sites else _slow_collectives(found))
     yield from _slow_ranks(found)
-    yield from _late_rank(found)
+    yield from late_rank(found)
 
 
 def _variable(found: Measurements) -> str:
@@ -347,11 +352,12 @@ def _slow_ranks(found: Measurements) -> Iterator[Cause]:
             yield Cause(times, text, f"{gpu}   # on {pace.node}")
 
 
-def _late_rank(found: Measurements) -> Iterator[Cause]:
+def late_rank(found: Measurements) -> Iterator[Cause]:
+    """Yield the rank for which all others wait, if there is one."""
     one = found.training
     if one is None or one.late_rank < 0 or one.late_ms < LATE_SHARE * one.step_ms:
         return
-    node = found.node_of(one.late_rank)
+    node = one.late_node or found.node_of(one.late_rank)
     where = f"rank {one.late_rank}" + (f" on {node}" if node else "")
     weight = 1 + one.late_ms / max(one.step_ms - one.late_ms, 1e-9)
     text = f"{where} is ready {significant(one.late_ms)} ms after the others in a step of {significant(one.step_ms)} ms"
@@ -398,11 +404,11 @@ def _first(found: Measurements, causes: Sequence[Cause], alone: bool) -> str:
     if causes and causes[0].remedy:
         return causes[0].remedy
     if found.training is not None and found.training.gains:
-        return f"torchrun ... -m commopt run --strategy {_tried_first(found.training.gains)} train.py"
+        return f"torchrun ... -m commopt run --strategy {tried_first(found.training.gains)} train.py"
     return ""
 
 
-def _tried_first(gains: Sequence[Gain]) -> str:
+def tried_first(gains: Sequence[Gain]) -> str:
     """Return the best strategy that has learned in as many steps as exact averages, or else the best."""
     safe = (gain for gain in gains if all(steps is not None and steps <= MOST_STEPS for steps in gain.steps))
     return next(safe, gains[0]).strategy

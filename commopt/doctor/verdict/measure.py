@@ -188,7 +188,7 @@ class CollectiveProber:
             points.append((nbytes, taken.time_us))
             share_us -= taken.spent_us
             self._left_us -= taken.spent_us
-        return Curve.fit(points)
+        return curve_of(points)
 
     def _time(self, collective: Collective, group: ConcurrentGroups, nbytes: int, repeats: Repeats) -> Measured:
         what = f"{group.level} {collective.name}, {nbytes} bytes"
@@ -198,6 +198,11 @@ class CollectiveProber:
 
 
 _LEAST = Repeats(1, 3)
+
+
+def curve_of(points: Sequence[tuple[int, float]]) -> Curve:
+    """Return the line through the longest two messages: buffers on the way swallow the shortest."""
+    return replace(Curve.fit(points[-2:]), points=tuple(points))
 
 
 def _distinct(sizes: Sequence[int], least: int) -> list[int]:

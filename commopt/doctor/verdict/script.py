@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,6 +20,7 @@ from commopt.doctor.verdict.measure import Found
 from commopt.errors import ConfigurationError
 from commopt.hooks import CommState
 from commopt.run.models import Models, watching
+from commopt.run.recorded import waited_us
 from commopt.run.script import Choice, Script
 from commopt.simulate import Parameter, Workload
 from commopt.timeline import Timeline, analyse
@@ -94,18 +94,6 @@ class _Recording(Models):
         busy = {rank: answer["share"] for rank, answer in zip(state.membership.ranks, answers, strict=True)}
         self._found.add(training=replace(training, late_host_busy=busy.get(training.late_rank)))
         self._found.workload = workload_of(timeline, model.module, name)
-
-
-def waited_us(root: Path = Path("/")) -> float | None:
-    """Return how long some program of this host waited for a CPU, in microseconds; None where the kernel does not say.
-
-    The kernel's pressure stall information: the first line of /proc/pressure/cpu.
-    """
-    try:
-        found = re.match(r"some .*total=(\d+)", (root / "proc/pressure/cpu").read_text())
-    except OSError:  # an older kernel, or one that was started without it
-        return None
-    return float(found[1]) if found else None
 
 
 def record(words: Sequence[str], found: Found, budget_s: float, say: Say) -> None:

@@ -17,6 +17,7 @@ _MOST_ELSEWHERE = 2  # commands for other hosts
 _LEAST_ROWS = 2  # a row, and how many there are more
 _SENTENCE_LINES, _CAUSE_LINES, _OTHER_LINES = 3, 2, 1
 _LONGEST_NAME, _LONGEST_CELL = 29, 15
+_LONGEST_LEG, _LONGEST_SENT, _LONGEST_RATE, _LONGEST_SHARE = 13, 16, 10, 6  # 80 columns with a verdict
 LEARNED = "docs/evidence/convergence.md"
 
 
@@ -77,19 +78,30 @@ def _clipped(text: str, most: int, first: str = "", rest: str = "") -> list[str]
     return lines
 
 
+def _columns(rows: Sequence[Row]) -> list[tuple[str, str, int]]:
+    """Return field, heading and width of what some row has."""
+    of_legs = any(row.sent for row in rows)
+    columns = [
+        ("link", "leg" if of_legs else "link", _LONGEST_LEG if of_legs else _LONGEST_NAME),
+        ("sent", "a step", _LONGEST_SENT),
+        ("measured", "measured", _LONGEST_RATE if of_legs else _LONGEST_CELL),
+        ("should_be", "should be", _LONGEST_RATE if of_legs else _LONGEST_CELL),
+        ("hidden", "hidden", _LONGEST_SHARE),
+        ("verdict", "verdict", _LONGEST_CELL),
+    ]
+    return [each for each in columns if any(getattr(row, each[0]) for row in rows)]
+
+
 def _table(rows: Sequence[Row], most: int) -> list[str]:
     most = min(most, _MOST_ROWS)
     if not rows or most < _LEAST_ROWS:
         return []
     shown = rows if len(rows) <= most else rows[: most - 1]
-    cells = [
-        [
-            _cut(row.link, _LONGEST_NAME),
-            *(_cut(each, _LONGEST_CELL) for each in (row.measured, row.should_be, row.verdict)),
-        ]
-        for row in shown
+    columns = [
+        [heading, *(_cut(getattr(row, field), longest) for row in shown)] for field, heading, longest in _columns(rows)
     ]
-    lines = aligned(["link", "measured", "should be", "verdict"], cells, left=4)
+    headings, *cells = map(list, zip(*columns, strict=True))
+    lines = aligned(headings, cells, left=len(headings))
     if len(shown) < len(rows):
         lines.append(f"and {len(rows) - len(shown)} more (--json)")
     return _fit(lines)
@@ -111,12 +123,16 @@ def _training(verdict: Verdict) -> list[str]:
     one = verdict.training
     if one is None:
         return []
-    how = "recorded" if one.recorded else "predicted"
-    text = (
-        f"{_cut(one.name, _LONGEST_NAME)}, {how}: {significant(one.step_ms)} ms a step with stock DDP, "
-        f"{one.exposed_share:.0%} of it exposed communication."
-    )
-    lines = _clipped(text, 2)
+    name, used = _cut(one.name, _LONGEST_NAME), _cut(one.strategy, _LONGEST_NAME) or "stock DDP"
+    share = f"{one.exposed_share:.0%} of it exposed communication."
+    if (overlap := verdict.overlap) is None:
+        how = "recorded" if one.recorded else "predicted"
+        lines = _clipped(f"{name}, {how}: {significant(one.step_ms)} ms a step with {used}, {share}", 2)
+    else:
+        several = f"{overlap.messages} messages" if overlap.messages > 1 else "one message"
+        text = f"Transfer in {several}: {significant(overlap.transfer_ms)} ms, {overlap.hidden_share:.0%} hidden."
+        step = f"Recorded: {significant(one.step_ms)} ms a step of {name} with {used}, {share}"
+        lines = _clipped(f"{step} {text}", _SENTENCE_LINES)
     rows = [
         [
             _cut(gain.strategy, _LONGEST_NAME),
