@@ -125,6 +125,8 @@ def test_the_exit_status_of_whole_machines(
         ["docto"],
         [],
         ["doctor", "--log"],
+        ["doctor", "--budget", "20"],
+        ["doctor", "--batch", "8", "--json"],
     ],
 )
 def test_bad_input_is_one_line_and_a_status_of_its_own(
@@ -138,6 +140,14 @@ def test_bad_input_is_one_line_and_a_status_of_its_own(
     output = capsys.readouterr()
     assert output.out == ""
     assert len(output.err.splitlines()) == 1
+
+
+def test_a_file_of_a_measurement_that_nobody_asked_for_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for option in ("--html", "--save", "--compare"):
+        assert main(["doctor", option, str(tmp_path / "file")]) == 2
+        assert f"{option} is for what is measured, and nothing is; add --measure" in capsys.readouterr().err
 
 
 def test_the_live_machine_can_be_examined(capsys: pytest.CaptureFixture[str]) -> None:

@@ -92,6 +92,12 @@ def run(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) ->
 
 def _findings(options: argparse.Namespace, environ: Mapping[str, str]) -> Sequence[Finding] | None:
     """Return the findings; None on a rank that does not print."""
+    unused = [name for name in ("html", "save", "compare", "batch") if getattr(options, name) is not None]
+    unused += ["budget"] if options.budget_s != verdict_options.BUDGET_S else []
+    if unused:
+        raise ConfigurationError(
+            f"--{unused[0]} is for what is measured, and nothing is; add --measure, or --model NAME"
+        )
     if options.flight is not None:
         found = examine(read_logs([*options.flight, *(options.log or ())]))
         return found if options.log is not None else [each for each in found if each.check == HANG]
