@@ -88,12 +88,12 @@ def test_a_model_of_a_size_has_exactly_that_many_parameters(numel: int) -> None:
 
 
 def test_what_strategies_do_to_learning_is_what_was_measured() -> None:
-    assert learned("hierarchical", build_preset("hierarchical")) == (1.0, 1.0)
+    assert learned("hierarchical", build_preset("hierarchical"), SHAPE) == (1.0, 1.0)
     assert (
-        learned("hierarchical_powersgd", build_preset("hierarchical_powersgd"))
+        learned("hierarchical_powersgd", build_preset("hierarchical_powersgd"), SHAPE)
         == LEARNED["PowerSGD(matrix_rank=4)"][1:]
     )
-    assert learned("onebit_local", build_preset("onebit_local")) == next(iter(LEARNED_LOCAL.values()))[1:]
+    assert learned("onebit_local", build_preset("onebit_local"), SHAPE) == next(iter(LEARNED_LOCAL.values()))[1:]
 
 
 def test_collectives_that_are_not_measured_follow_from_rings() -> None:

@@ -141,11 +141,11 @@ def predict(
     if recorded is not None:
         links = calibrated(links, 1e3 * recorded.step_ms, lambda own: simulated(used.aggregator, used.buckets, own))
     base = simulated(used.aggregator, used.buckets, links)
-    base_to_loss_us = base.step_us * _most_steps(learned(preset_of(used.aggregator), used.aggregator))
+    base_to_loss_us = base.step_us * _most_steps(learned(preset_of(used.aggregator), used.aggregator, shape))
     rows = []
     for name, aggregator in runnable.items():
         step_us = simulated(aggregator, used.buckets, links).step_us  # as `commopt run` has them, without a plan
-        steps = learned(name, aggregator)
+        steps = learned(name, aggregator, shape)
         if aggregator != used.aggregator and step_us < (1 - WORTH) * base.step_us:
             rows.append((step_us * _most_steps(steps), step_us, name, steps))
     base_ms = base.step_us / 1e3 if recorded is None else recorded.step_ms
@@ -202,14 +202,14 @@ def _most_steps(steps: tuple[float | None, float | None]) -> float:
     return max([each for each in steps if each is not None], default=1.0)
 
 
-def learned(name: str, aggregator: Aggregator) -> tuple[float | None, float | None]:
+def learned(name: str, aggregator: Aggregator, shape: TeamShape) -> tuple[float | None, float | None]:
     """Return the steps to a loss with SGD and with AdamW, over those of exact averages; None: nobody measured."""
     if aggregator.lossless:
         return 1.0, 1.0
     local = next((row for row in LEARNED_LOCAL.values() if row.preset == name), None)
     if local is not None:
         return local.sgd, local.adamw
-    return steps_to_loss(aggregator, "sgd"), steps_to_loss(aggregator, "adamw")
+    return steps_to_loss(aggregator, "sgd", shape), steps_to_loss(aggregator, "adamw", shape)
 
 
 def _with_work(found: Found, runnable: dict[str, Aggregator], shape: TeamShape, device: str) -> Links:

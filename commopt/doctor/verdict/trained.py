@@ -7,22 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from commopt.display import significant
+from commopt.doctor.verdict.causes import BUSY_SHARE, LATE_SHARE, LEAST_SHARE, Cause, late_rank
 from commopt.doctor.verdict.facts import Leg, Measurements, Overlap, Training
 from commopt.doctor.verdict.gain import WORTH, shown
-from commopt.doctor.verdict.judge import (
-    AS_IT_SHOULD_BE,
-    BUSY_SHARE,
-    FINE,
-    LATE_SHARE,
-    LEAST_SHARE,
-    SLOW,
-    SLOWER,
-    Cause,
-    Row,
-    Verdict,
-    late_rank,
-    tried_first,
-)
+from commopt.doctor.verdict.judge import AS_IT_SHOULD_BE, FINE, SLOW, SLOWER, Row, Verdict, tried_first
 from commopt.errors import ConfigurationError
 from topology.network import rate_text
 
