@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from commopt.doctor.verdict.facts import Gain, Training
 from tests.ranks import run
 
 STEP = Training("GPT", True, 100.0, 30.0, 70.0, gains=(Gain("hierarchical_bf16", 50.0, False, (1.0, 1.0)),))
+FASTER = replace(STEP, gains=(Gain("hierarchical_bf16", 12.0, False, (1.0, 1.0)),))
 HEADER = {"turns": 3, "steps": 1, "cpu_count": 2}
 
 
@@ -30,12 +32,14 @@ def test_misses_are_printed_and_counted(tmp_path: Path) -> None:
     turns = {"ddp": [0.1], "hierarchical_bf16": [0.05]}
     held = gain.record_of("2 x 1", STEP, "hierarchical_bf16", turns)
     missed = gain.record_of("2 x 2", STEP, "hierarchical_bf16", {**turns, "hierarchical_bf16": [0.06]})
+    fast = gain.record_of("4 x 1", FASTER, "hierarchical_bf16", {**turns, "hierarchical_bf16": [0.01]})
     file = tmp_path / "gain.json"
-    write_results(file, HEADER, "gain", [held, missed])
+    write_results(file, HEADER, "gain", [held, missed, fast])
     text = gain.markdown(*gain.read(file))
-    assert "| 2 x 1 | 100, 100 | `hierarchical_bf16` | 50, 50 | 2.00 | 2.00 | +0% |" in text
-    assert "| 2 x 2 | 100, 100 | `hierarchical_bf16` | 50, 60 | 2.00 | 1.67 | +20%, missed |" in text
-    assert "Within 10% of the measured gain: 1 of 2." in text
+    assert "| 50, 50 | 50, 50 | +0% | 2.00, 2.00 | +0% |" in text
+    assert "| 50, 60 | 50, 40 | +25%, missed | 2.00, 1.67 | +20%, missed |" in text
+    assert "| 12, 10 | 88, 90 | -2% | 8.33, 10.00 | -17%, missed |" in text
+    assert "2 of 3 in what a step saves, which is what the verdict says; 1 in how many times as fast" in text
     file.write_text(json.dumps({"record": "other"}))
     with pytest.raises(ValueError, match=r"bench\.evidence\.gain"):
         gain.read(file)
