@@ -27,7 +27,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
 from commopt import Aggregator, Communicator, Hierarchical
-from commopt.groups import build, team
+from commopt.groups import levels as level_groups
+from commopt.groups import team
 from commopt.lanes import stream
 from tests.ranks import run
 from tests.speed import limit
@@ -46,7 +47,7 @@ def over_nccl(*case: object) -> Any:
 
 def as_with_nccl() -> Any:
     """Let commopt take gloo's groups for NCCL's too."""
-    return patch.object(build, "_backends", lambda parent: {"cpu": "gloo", "cuda": "nccl"})
+    return patch.object(level_groups, "_backends", lambda parent: {"cpu": "gloo", "cuda": "nccl"})
 
 
 def go_on(step: Callable[[], object], device: str) -> None:
