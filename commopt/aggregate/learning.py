@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from commopt.aggregate import Aggregator, Hierarchical, LocalSGD
-from commopt.compress import OneBit
+from commopt.compress import DGC, OneBit
 from commopt.groups import TeamShape
 
 MOST_STEPS = 1.05  # a strength that takes more gives way to a weaker one of the family, where there is one
@@ -77,8 +77,9 @@ def steps_to_loss(strength: Aggregator, optimizer: str, team: TeamShape | None =
     """
     inner: Any = strength.inter if isinstance(strength, Hierarchical) else strength
     name = repr(replace(inner, dense=()) if getattr(inner, "dense", ()) else inner)
-    served = LEARNED_THROUGH_SERVERS if team is not None and _ranks_across(strength, team) > 2 else {}
-    learned = served.get(name) or LEARNED.get(name)
+    sparse = isinstance(getattr(inner, "compressor", None), DGC)
+    served = sparse and team is not None and _ranks_across(strength, team) > 2
+    learned = (LEARNED_THROUGH_SERVERS if served else LEARNED).get(name)
     return None if learned is None else learned.with_optimizer(optimizer)
 
 

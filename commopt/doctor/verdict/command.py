@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import astuple
 from datetime import datetime, timedelta, timezone
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from commopt.doctor import diagnose, observe
 from commopt.doctor.compare import TIMEOUT_S, gather, rank_facts
 from commopt.doctor.finding import FINE, Finding
 from commopt.doctor.verdict import gain
-from commopt.doctor.verdict.direct import own_facts, told, trials, try_both
+from commopt.doctor.verdict.direct import own_facts, result_of, trials, try_both
 from commopt.doctor.verdict.facts import Measurements, Problem
 from commopt.doctor.verdict.judge import NOT_MEASURED, judge
 from commopt.doctor.verdict.measure import CollectiveProber, Found, measure_paces, with_expected
@@ -33,7 +34,7 @@ from commopt.errors import CommoptError, ConfigurationError, MismatchError
 from commopt.groups import Membership, join
 from commopt.groups.agreement import exchange_facts
 from commopt.groups.signed import own_secret
-from commopt.groups.store import limited
+from commopt.groups.store import LimitedStore, limited
 from commopt.probe.cli import require_usable, start
 from commopt.probe.network import find_network, looks_for_sites, node_names
 from commopt.simulate import Workload, model
@@ -147,9 +148,12 @@ class Examination:
             record(self._options.script, self.found, self._options.budget_s / 3, self._say)
         self._levels()
 
+    @cached_property
+    def _store(self) -> LimitedStore:
+        return limited(self._held, _GATHERED, TIMEOUT_S, own_secret())
+
     def _exchange(self, purpose: str, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
-        store = limited(self._held, _GATHERED, TIMEOUT_S, own_secret())
-        return exchange_facts(store, range(self.world_size), self.rank, purpose, facts, TIMEOUT_S)
+        return exchange_facts(self._store, range(self.world_size), self.rank, purpose, facts, TIMEOUT_S)
 
     def _own_node(self) -> tuple[str, str]:
         """Return what tells this node from others, and its name."""
@@ -167,7 +171,7 @@ class Examination:
             mine = next((trial for trial in alike if self.rank in trial.ranks), None)
             outcomes = [] if mine is None else try_both(mine, self.rank, self._environ)
             answers = self._exchange(access.what, {"outcomes": [astuple(each) for each in outcomes]})
-            results = [told(trial, answers, self._environ) for trial in alike]
+            results = [result_of(trial, answers, self._environ) for trial in alike]
             self.found.add(direct=(*self.found.measurements.direct, *results))
             if any(one.used and one.with_it.fault and not one.without.fault for one in results):
                 os.environ[access.variable] = access.off  # or the rest would end like that

@@ -146,7 +146,7 @@ def worst(outcomes: Sequence[TrialOutcome]) -> TrialOutcome:
     return min(outcomes, key=lambda each: each.gbps or 0.0)
 
 
-def told(trial: Trial, answers: Sequence[Mapping[str, Any]], environ: Mapping[str, str]) -> Direct:
+def result_of(trial: Trial, answers: Sequence[Mapping[str, Any]], environ: Mapping[str, str]) -> Direct:
     """Return the result of a trial from the answers of all ranks."""
     outcomes = [[TrialOutcome(*each) for each in answers[rank]["outcomes"]] for rank in trial.ranks]
     with_it, without = (worst(each) for each in zip(*outcomes, strict=True))
