@@ -4,14 +4,21 @@
 from __future__ import annotations
 
 import json
-from argparse import ArgumentParser
-from collections.abc import Callable, Iterable
+import shlex
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from bench.environment import machine
+from bench.output import write_results
+from commopt.cluster import ClusterUnavailableError
 from commopt.command_line import CommandParser, content_of, output_file, whole
+
+UNUSABLE = 2
+"""Exit status where this machine cannot measure."""
 
 
 def add_files(parser: ArgumentParser, markdown: Callable[[Path], str], about: str = "measure, and write this") -> None:
@@ -49,3 +56,37 @@ def measure_or_report(
     record = {"environment": {**machine(), "command": command, **given}, "rows": rows}
     options.json.write_text(json.dumps(record, indent=1) + "\n")
     print(markdown(options.json))
+
+
+def measure_lines(
+    program: str,
+    kinds: tuple[str, str],
+    options: Namespace,
+    facts: Mapping[str, Any],
+    measure: Callable[[], Iterable[Mapping[str, Any]]],
+    markdown: Callable[[Mapping[str, Any], Sequence[Mapping[str, Any]]], str],
+) -> int:
+    """Print the table of `options.report`, or measure, write `options.json` after each record, and print the table.
+
+    Returns the exit status: UNUSABLE where the machine cannot emulate a cluster.
+
+    kinds: of the file, and of its records.
+    facts: further entries of the file's header.
+    """
+    if options.report:
+        print(markdown(*options.report))
+        return 0
+    file_kind, kind = kinds
+    command = shlex.join(["python", "-m", program, *sys.argv[1:]])
+    header = {"kind": file_kind, **machine(), **facts, "command": command}
+    records: list[Mapping[str, Any]] = []
+    try:
+        for record in measure():
+            records.append(record)
+            if options.json:
+                write_results(options.json, header, kind, records)
+    except ClusterUnavailableError as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return UNUSABLE
+    print(markdown(header, records))
+    return 0

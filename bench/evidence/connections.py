@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
 import tempfile
 import time
@@ -22,16 +21,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bench.command_line import measure_lines
 from bench.document import table
-from bench.environment import machine
-from bench.output import read_lines, write_results, written_by
+from bench.output import read_lines, written_by
 from commopt.cluster import ClusterUnavailableError, EmulatedCluster
 from commopt.command_line import CommandParser, content_of, output_file, whole
 from commopt.groups import CONNECTIONS_VARIABLE, join
 
 PROGRAM = "bench.evidence.connections"
 _PATHS = {"0ms": "0%", "20ms": "0.01%"}  # delay of one direction, and loss
-_UNUSABLE = 2
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -134,21 +132,8 @@ def main() -> int:
     if options.worker:
         work(options)
         return 0
-    if options.report:
-        print(markdown(*options.report))
-        return 0
-    try:
-        records = measured(options)
-    except ClusterUnavailableError as error:
-        print(f"{PROGRAM}: {error}", file=sys.stderr)
-        return _UNUSABLE
-    command = shlex.join(["python", "-m", PROGRAM, *sys.argv[1:]])
     asked = {name: getattr(options, name) for name in ("mib", "repeats", "runs", "rate")}
-    header = {"kind": "connections", **machine(), **asked, "command": command}
-    if options.json:
-        write_results(options.json, header, "row", records)
-    print(markdown(header, records))
-    return 0
+    return measure_lines(PROGRAM, ("connections", "row"), options, asked, lambda: measured(options), markdown)
 
 
 if __name__ == "__main__":

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -23,10 +22,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bench.command_line import measure_lines
 from bench.document import table
-from bench.environment import machine
 from bench.evidence.shapes import STOCK, WARM_UP_STEPS, SmallTraining, step_s
-from bench.output import read_lines, write_results, written_by
+from bench.output import read_lines, written_by
 from bench.training.strategies import enter
 from commopt.cluster import ClusterUnavailableError, EmulatedCluster
 from commopt.cluster.sites import EmulatedSites
@@ -37,7 +36,6 @@ from commopt.doctor.verdict.judge import tried_first
 PROGRAM = "bench.evidence.gain"
 WITHIN, OF_TEN = 0.10, 8
 """By how much a predicted gain may differ from the measured one, and of how many clusters in ten."""
-_UNUSABLE = 2
 _STEPS = 1_000_000  # until the doctor has seen enough
 _PERIOD = 16  # of a LocalSGD
 _CHECKED = "hierarchical_quantized:bits=4"
@@ -257,26 +255,18 @@ def main() -> int:
         dist.barrier()
         dist.destroy_process_group()
         return 0
-    if options.report:
-        print(markdown(*options.report))
-        return 0
-    header = {
-        **{"kind": "gain", **machine(), "turns": options.turns, "steps": options.steps, "budget_s": options.budget},
-        "command": shlex.join(["python", "-m", PROGRAM, *sys.argv[1:]]),
-    }
     records: list[dict[str, Any]] = []
-    for number in options.cases:
-        try:
+
+    def measure() -> Iterator[dict[str, Any]]:
+        for number in options.cases:
             records.append(measured(CASES[number - 1], options))
-        except ClusterUnavailableError as error:
-            print(f"{PROGRAM}: {error}", file=sys.stderr)
-            return _UNUSABLE
-        print(f"{records[-1]}", file=sys.stderr, flush=True)
-        if options.json:
-            write_results(options.json, header, "gain", records)
-    print(markdown(header, records))
+            print(f"{records[-1]}", file=sys.stderr, flush=True)
+            yield records[-1]
+
+    facts = {"turns": options.turns, "steps": options.steps, "budget_s": options.budget}
+    status = measure_lines(PROGRAM, ("gain", "gain"), options, facts, measure, markdown)
     held = sum(abs(error_of(record)) <= WITHIN for record in records)
-    return 0 if held * 10 >= OF_TEN * len(records) else 1
+    return status or int(held * 10 < OF_TEN * len(records))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
 import tempfile
 import time
@@ -21,9 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bench.command_line import measure_lines
 from bench.document import table
-from bench.environment import machine
-from bench.output import read_lines, write_results, written_by
+from bench.output import read_lines, written_by
 from commopt.cluster import ClusterUnavailableError, EmulatedCluster
 from commopt.command_line import CommandParser, content_of, output_file, whole
 from commopt.groups import Team, join
@@ -37,7 +36,6 @@ _HEADINGS = {
     "all_gather": "all_gather",
     "all_to_all": "all_to_all",
 }
-_UNUSABLE = 2
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -141,20 +139,8 @@ def main() -> int:
     if options.worker:
         work(options)
         return 0
-    if options.report:
-        print(markdown(*options.report))
-        return 0
-    try:
-        records = measured(options)
-    except ClusterUnavailableError as error:
-        print(f"{PROGRAM}: {error}", file=sys.stderr)
-        return _UNUSABLE
-    command = shlex.join(["python", "-m", PROGRAM, *sys.argv[1:]])
-    header = {"kind": "line_rate", **machine(), "mbit": options.mbit, "command": command}
-    if options.json:
-        write_results(options.json, header, "row", records)
-    print(markdown(header, records))
-    return 0
+    facts = {"mbit": options.mbit}
+    return measure_lines(PROGRAM, ("line_rate", "row"), options, facts, lambda: measured(options), markdown)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bench.command_line import measure_lines
 from bench.document import table
-from bench.environment import machine
-from bench.output import read_lines, write_results, written_by
+from bench.output import read_lines, written_by
 from commopt.command_line import CommandParser, content_of, output_file, whole
 from commopt.server.channel import SecureChannel, connect
 from commopt.server.listener import SecureListener
@@ -128,7 +127,7 @@ def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         return read_lines(path, "row")
 
 
-def markdown(header: dict[str, Any], records: Sequence[dict[str, Any]]) -> str:
+def markdown(header: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> str:
     """Return a table with a row for each length."""
     found = {(record["by"], record["mib"]): record["gbps"] for record in records}
     lengths = sorted({record["mib"] for record in records})
@@ -140,16 +139,10 @@ def markdown(header: dict[str, Any], records: Sequence[dict[str, Any]]) -> str:
 def main() -> int:
     """Measure, and report."""
     options = parse_options()
-    if options.report:
-        print(markdown(*options.report))
-        return 0
     torch.set_num_threads(1)
-    records = measure(options.mib, options.repeats)
-    header = {"kind": "server_link", **machine(), "command": shlex.join(["python", "-m", PROGRAM, *sys.argv[1:]])}
-    if options.json:
-        write_results(options.json, header, "row", records)
-    print(markdown(header, records))
-    return 0
+    return measure_lines(
+        PROGRAM, ("server_link", "row"), options, {}, lambda: measure(options.mib, options.repeats), markdown
+    )
 
 
 if __name__ == "__main__":

@@ -11,11 +11,10 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -28,10 +27,10 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import commopt
+from bench.command_line import measure_lines
 from bench.document import table
-from bench.environment import machine
 from bench.models import Trainable
-from bench.output import read_lines, write_results, written_by
+from bench.output import read_lines, written_by
 from bench.training.strategies import enter, require_known, split_strategies
 from commopt.cluster import ClusterUnavailableError, EmulatedCluster
 from commopt.cluster.sites import EmulatedSites
@@ -48,7 +47,6 @@ SHAPES = (
 )
 WARM_UP_STEPS = 4  # DDP rebuilds its buckets, and PowerSGD begins densely
 PLANNED_STEPS = 60  # where sites are told, exact sums are timed both ways, and the faster one has stayed by then
-_UNUSABLE = 2
 _SHAPE = re.compile(r"([\d+|]+)@(\w+)(?:/(\w+))?(:told)?")
 
 
@@ -255,25 +253,15 @@ def main() -> int:
     if options.worker:
         work(options)
         return 0
-    if options.report:
-        print(markdown(*options.report))
-        return 0
-    header = {
-        **{"kind": "shapes", **machine(), "turns": options.turns, "steps": options.steps},
-        "command": shlex.join(["python", "-m", PROGRAM, *sys.argv[1:]]),
-    }
-    records = []
-    for shape in options.shapes:
-        try:
-            records.append(measured(shape, options))
-        except ClusterUnavailableError as error:
-            print(f"{PROGRAM}: {error}", file=sys.stderr)
-            return _UNUSABLE
-        print(f"{shape}: {records[-1]['step_ms']}", file=sys.stderr, flush=True)
-        if options.json:
-            write_results(options.json, header, "shape", records)
-    print(markdown(header, records))
-    return 0
+
+    def measure() -> Iterator[dict[str, Any]]:
+        for shape in options.shapes:
+            record = measured(shape, options)
+            print(f"{shape}: {record['step_ms']}", file=sys.stderr, flush=True)
+            yield record
+
+    facts = {"turns": options.turns, "steps": options.steps}
+    return measure_lines(PROGRAM, ("shapes", "shape"), options, facts, measure, markdown)
 
 
 if __name__ == "__main__":
