@@ -343,8 +343,23 @@ def _do(job: _Job, log: Any) -> object:
         result = job.fn(job.rank, job.world_size, *job.args, **job.kwargs)
         if dist.is_initialized():
             dist.destroy_process_group()
+        _forget_meshes()
     faulthandler.cancel_dump_traceback_later()
     return result
+
+
+def _forget_meshes() -> None:
+    """Empty torch's caches of what operations on DTensors give: a result would be on an equal mesh of an earlier job.
+
+    Its groups are gone, and their names are found only where the next job has made as many.
+    """
+    tensor = sys.modules.get("torch.distributed.tensor")
+    if tensor is None:
+        return
+    with contextlib.suppress(AttributeError):  # each torch has its own
+        tensor.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    with contextlib.suppress(AttributeError):
+        torch._C._clear_DTensor_sharding_propagator_cache()
 
 
 def _gpu_to_bind(rank: int) -> torch.device | None:

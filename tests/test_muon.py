@@ -155,6 +155,20 @@ def test_nothing_is_lost_beside_muon_on_shards(kind: str, strategy: str) -> None
     assert [each["wrong bytes"] for each in found] == [[]] * 4
 
 
+def with_more_groups(rank: int, world_size: int) -> str:
+    for _ in range(7):
+        dist.new_group(list(range(world_size)))
+    digest: str = keep_books_of_shards(rank, world_size, "hsdp", "inter onebit rms")["digest"]
+    return digest
+
+
+def test_a_job_after_another_finds_no_mesh_of_it() -> None:
+    """Torch keeps what operations on DTensors gave, and with it a mesh whose groups the first job has taken along."""
+    assert_identical(run(with_more_groups, 4, nodes=NODES))
+    found = run(keep_books_of_shards, 4, "hsdp", "inter onebit rms", nodes=NODES)
+    assert_identical([each["digest"] for each in found])
+
+
 # ------------------------------------------------------------------------------- what Muon itself exchanges
 
 
