@@ -133,6 +133,7 @@ def count_bytes(rank: int, world_size: int, numel: int) -> dict[str, list[int]]:
         after = sent_by_connection()
         moved = [nbytes - before.get(key, 0) for key, nbytes in after.items()]
         found[name] = sorted(nbytes for nbytes in moved if nbytes > 4096)  # not the store's, nor announcements
+    dist.barrier()  # a rank that is done closes the connections that others still count
     return found
 
 
