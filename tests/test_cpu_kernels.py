@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from commopt import Cast, Hierarchical, PowerSGD
+from commopt import Cast, Compressed, Hierarchical, OneBit, PowerSGD, Quantize
+from commopt.compress import Compressor
 from commopt.kernels import loader, lowrank, packing
 from commopt.kernels import lowrank_reference as reference
 from tests.catalogue import run_on
@@ -195,3 +196,36 @@ def test_a_rank_takes_its_share_of_the_processors() -> None:
         for ranks, threads in (("1", 6), ("4", 4), ("8", 2), ("32", 1), ("", 6), ("0", 6), ("two", 6)):
             with patch.dict(os.environ, {"LOCAL_WORLD_SIZE": ranks}):
                 assert loader.cpu_threads() == threads
+
+
+MATRICES_AMONG_VECTORS = {"a": (30, 41), "a_bias": (7,), "b": (5, 300), "b_bias": (41,), "c": (64, 8)}
+
+
+def train_in_place(rank: int, world_size: int, aggregator: Compressed, dtype: torch.dtype, where: str) -> str:
+    """Elements are compressed where they are in the bucket, or copied to one place before and back behind."""
+    used = 0
+
+    def gradients(step: int) -> dict[str, Tensor]:
+        seed = 100 * step + rank
+        return {name: random(*shape, seed=seed).to(dtype) for name, shape in MATRICES_AMONG_VECTORS.items()}
+
+    def takes(buffer: Tensor) -> bool:
+        nonlocal used
+        used += 1
+        return where == "in place"
+
+    with patch("commopt.aggregate.rows.takes_scattered", takes):
+        trace = Chooser(aggregator, MATRICES_AMONG_VECTORS, gradients, dtype).run(6)
+    assert used
+    return trace.digest()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("compressor", [Quantize(8, block=64), Quantize(4, block=64), OneBit(64)], ids=repr)
+@pytest.mark.parametrize("layout", ["2", "3"])
+def test_compression_in_place_has_the_same_bits(layout: str, compressor: Compressor, dtype: torch.dtype) -> None:
+    aggregator = Compressed(compressor, dense=("*bias*",))
+    digests = [
+        digest for where in ("in place", "") for digest in run_on(layout, train_in_place, aggregator, dtype, where)
+    ]
+    assert_identical(digests)

@@ -153,6 +153,11 @@ class Compressed(Aggregator):
         residuals, masks = self._encode(rows, buffer, mine, team, scale, context)
         rows.travel("all_gather", team, received, mine, context.scratch)
         for region, residual, mask in zip(rows.regions, residuals, masks, strict=True):
+            in_place = region.in_place(buffer, torch.float32) if mask is None and not rows.rounds else None
+            if in_place is not None:
+                compressor, total_there = in_place
+                compressor.accumulate(region.payload(received), total_there)
+                continue
             with context.scratch.frame():
                 total = region.target(buffer, torch.float32, region.chunk_numel, context.scratch)
                 region.compressor.accumulate(region.payload(received), total)
@@ -190,6 +195,11 @@ class Compressed(Aggregator):
                         mask.clear(exact, region.chunk(team.rank)[0])
                     add_rounding_error(residual.new, exact, rows.dtype, residual.loss_scale)
             # The server, too, takes what it sent: otherwise its replica would differ from all others.
+            in_place = region.in_place(buffer, rows.dtype) if mask is None else None
+            if in_place is not None:
+                compressor, values_there = in_place
+                compressor.decompress(region.payload(gathered), values_there, region.chunk_numel)
+                continue
             with scratch.frame():
                 values = region.target(buffer, rows.dtype, region.numel, scratch)
                 region.compressor.decompress(region.payload(gathered), values, region.chunk_numel)
@@ -230,20 +240,29 @@ class Compressed(Aggregator):
         self, rows: RowFormat, buffer: Tensor, payload: Tensor, team: Team, scale: float, context: BufferContext
     ) -> tuple[list[ErrorFeedback | None], list[MaskedRegion | None]]:
         """Encode all regions of `buffer`; return the residual of each, and its masked elements."""
-        residuals, masks = [], []
+        residuals: list[ErrorFeedback | None] = []
+        masks: list[MaskedRegion | None] = []
         for region in rows.regions:
             encoder = region.compressor
             residual = encoding_residual(encoder, self.feedback, "worker", region.layout, context, buffer.device)
             residuals.append(residual)
             key = context.rng_key("worker") if encoder.stochastic else RngKey()
+            encoding = Encoding(region.chunk_numel, scale, residual, key)
+            samples = residual is not None and not region.dense and context.step % SAMPLE_EVERY_STEPS == 0
+            in_place = None if samples or MaskedRegion.may_be(region, context) else region.in_place(buffer)
+            if in_place is not None:
+                compressor, values_there = in_place
+                compressor.compress(values_there, region.payload(payload), encoding)
+                masks.append(None)
+                continue
             with context.scratch.frame():
                 values = region.read(buffer, context.scratch)
                 mask = MaskedRegion.of(region, values, scale, residual, team, context)
                 masks.append(mask)
-                encoder.compress(values, region.payload(payload), Encoding(region.chunk_numel, scale, residual, key))
+                encoder.compress(values, region.payload(payload), encoding)
                 if mask is not None:
                     mask.encoded(values, scale, region.payload(payload), region.chunk_numel, residual)
-                if residual is not None and not region.dense and context.step % SAMPLE_EVERY_STEPS == 0:
+                if samples and residual is not None:
                     context.sample(values, scale, residual)
         return residuals, masks
 

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from commopt.aggregate.base import Action, WorkKind, call, work
-from commopt.compress import Cast, Compressor, Exact
+from commopt.compress import Blockwise, Cast, Compressor, Exact
 from commopt.feedback import Layout, Piece, Scratch, Spans, joined_spans, matches
 from commopt.groups import Team, TeamShape
-from commopt.kernels.cpu import copy_parts, parts_of
+from commopt.kernels.cpu import Scattered, copy_parts, parts_of, takes_scattered
 
 if TYPE_CHECKING:
     from commopt.aggregate.packed import Packing
@@ -80,6 +80,16 @@ class Region:
     @cached_property
     def _chunk_layouts(self) -> dict[int, Layout]:
         return {}
+
+    def in_place(self, buffer: Tensor, dtype: torch.dtype | None = None) -> tuple[Blockwise, Scattered] | None:
+        """Return the compressor and the region's elements where they are in `buffer`; None where it cannot use them.
+
+        dtype: what the buffer's must be.
+        """
+        compressor = self.compressor
+        if not isinstance(compressor, Blockwise) or not takes_scattered(buffer) or dtype not in (None, buffer.dtype):
+            return None
+        return compressor, Scattered(buffer, self._parts[0], self.numel)
 
     def read(self, buffer: Tensor, scratch: Scratch, tag: str = "region") -> Tensor:
         """Return the region's elements of `buffer` in one piece: a view where they are, else the memory of `tag`."""

@@ -153,6 +153,14 @@ class MaskedRegion:
         self._flags = SignBitFlags(codec)
         self._mask = mask
 
+    @staticmethod
+    def may_be(region: Region, context: BufferContext) -> bool:
+        """Return whether `of` may find masked elements, for which it needs the values."""
+        if region.compressor.codec_without_zero is None or context.store is None:
+            return False
+        mask = context.store.untouched.get((context.path, region.layout))
+        return mask is None or not mask.empty
+
     @classmethod
     def of(
         cls,

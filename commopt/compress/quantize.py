@@ -14,6 +14,7 @@ from commopt.compress.base import Candidates, Compressor
 from commopt.errors import ConfigurationError, did_you_mean
 from commopt.kernels import quantize
 from commopt.kernels.codec import Codec, CodecName, Encoding
+from commopt.kernels.cpu import Scattered
 
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 64, 4096
 # To AdamW small gradients matter as much as large ones. With 2 bits they come out as noise beside larger ones: longer
@@ -49,15 +50,15 @@ class Blockwise(Compressor):
         """Return the bytes of codes and scales."""
         return self.codec.payload_nbytes(chunk_numel)
 
-    def compress(self, values: Tensor, payload: Tensor, encoding: Encoding) -> None:
+    def compress(self, values: Tensor | Scattered, payload: Tensor, encoding: Encoding) -> None:
         """Encode block by block."""
         quantize.encode(self.codec, values, payload, encoding)
 
-    def decompress(self, payload: Tensor, values: Tensor, chunk_numel: int) -> None:
+    def decompress(self, payload: Tensor, values: Tensor | Scattered, chunk_numel: int) -> None:
         """Decode block by block."""
         quantize.decode(self.codec, payload, values, chunk_numel)
 
-    def accumulate(self, payloads: Tensor, total: Tensor) -> None:
+    def accumulate(self, payloads: Tensor, total: Tensor | Scattered) -> None:
         """Decode and add in one pass."""
         quantize.accumulate(self.codec, payloads, total)
 

@@ -144,8 +144,12 @@ def check_rows(payload: Tensor, chunk_numel: int, nbytes: int) -> None:
         )
 
 
-def check_values(values: Tensor, payload: Tensor, chunk_numel: int) -> None:
-    """Raise an error unless `values` are floating, 1-D, contiguous, on the device of `payload`, and fit into it."""
+def check_values(values: Tensor, payload: Tensor, chunk_numel: int, numel: int | None = None) -> None:
+    """Raise an error unless `values` are floating, 1-D, contiguous, on the device of `payload`, and fit into it.
+
+    numel: of so many of them it is about; None for all.
+    """
+    numel = values.numel() if numel is None else numel
     if values.dtype not in _FLOATING:
         raise UnsupportedTensorError(f"values are {values.dtype}; only {', '.join(map(str, _FLOATING))} can be encoded")
     if values.dim() != 1 or not values.is_contiguous():
@@ -153,10 +157,8 @@ def check_values(values: Tensor, payload: Tensor, chunk_numel: int) -> None:
             f"values have shape {tuple(values.shape)} and stride {values.stride()}; they must be 1-D and contiguous: "
             "pass values.view(-1) of a contiguous tensor"
         )
-    if values.numel() > payload.shape[0] * chunk_numel:
-        raise ConfigurationError(
-            f"{values.numel()} values do not fit into {payload.shape[0]} rows of {chunk_numel}; add rows"
-        )
+    if numel > payload.shape[0] * chunk_numel:
+        raise ConfigurationError(f"{numel} values do not fit into {payload.shape[0]} rows of {chunk_numel}; add rows")
     if values.device != payload.device:
         raise ConfigurationError(f"values are on {values.device} and payload on {payload.device}; move one of them")
 

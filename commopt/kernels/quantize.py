@@ -21,7 +21,7 @@ from commopt.kernels.codec import (
     residual_arguments,
     rng_arguments,
 )
-from commopt.kernels.cpu import block_kernels, readable
+from commopt.kernels.cpu import Scattered, block_kernels, readable
 from commopt.kernels.finite import all_finite
 from commopt.kernels.loader import Arguments, Loader
 from commopt.kernels.residual import round_with_residual
@@ -35,14 +35,15 @@ _CAST_PER_THREAD = 8
 _LARGEST_SCALE = 2.0**121  # a code is worth up to 127 scales, and 2^128 is infinite
 
 
-def encode(codec: Codec, values: Tensor, payload: Tensor, encoding: Encoding) -> None:
+def encode(codec: Codec, values: Tensor | Scattered, payload: Tensor, encoding: Encoding) -> None:
     """Encode p = `scale * values` (+ the residual) into the rows of `payload`; see Compressor.compress."""
     chunk_numel = encoding.chunk_numel
+    values, scattered, numel = _opened(values)
     _check_rows(codec, payload, chunk_numel)
-    check_values(values, payload, chunk_numel)
-    check_residual(encoding.residual, values.numel(), payload)
+    check_values(values, payload, chunk_numel, numel)
+    check_residual(encoding.residual, numel, payload)
     values = readable(values)
-    kernels = block_kernels(payload.device, values.dtype)
+    kernels = block_kernels(payload.device, values.dtype, scattered)
     if kernels is None:
         from commopt.kernels import quantize_reference as reference
 
@@ -50,7 +51,7 @@ def encode(codec: Codec, values: Tensor, payload: Tensor, encoding: Encoding) ->
     arguments = (
         values.data_ptr(),
         DTYPES[values.dtype],
-        values.numel(),
+        numel,
         float(encoding.scale),
         payload.data_ptr(),
         payload.stride(0),
@@ -61,30 +62,36 @@ def encode(codec: Codec, values: Tensor, payload: Tensor, encoding: Encoding) ->
     _launch(kernels, f"encode_{_encoder(codec)}", codec, payload, payload.shape[0] * chunk_numel, arguments)
 
 
-def decode(codec: Codec, payload: Tensor, values: Tensor, chunk_numel: int) -> None:
+def decode(codec: Codec, payload: Tensor, values: Tensor | Scattered, chunk_numel: int) -> None:
     """Decode the rows of `payload` into `values`; see Compressor.decompress."""
+    values, scattered, numel = _opened(values)
     _check_rows(codec, payload, chunk_numel)
-    check_values(values, payload, chunk_numel)
-    kernels = block_kernels(payload.device, values.dtype)
+    check_values(values, payload, chunk_numel, numel)
+    kernels = block_kernels(payload.device, values.dtype, scattered)
     if kernels is None:
         from commopt.kernels import quantize_reference as reference
 
         return reference.decode(codec, payload, values, chunk_numel)
-    rows = -(-values.numel() // max(chunk_numel, 1))
-    _decode(kernels, codec, payload, rows, 1, values, chunk_numel)
+    rows = -(-numel // max(chunk_numel, 1))
+    _decode(kernels, codec, payload, rows, 1, values, chunk_numel, numel)
 
 
-def accumulate(codec: Codec, payloads: Tensor, total: Tensor) -> None:
-    """Set `total` (float32 [chunk_numel]) to the sum of the decoded rows, in row order."""
-    _check_rows(codec, payloads, total.numel())
-    check_values(total, payloads, total.numel())
+def accumulate(codec: Codec, payloads: Tensor, total: Tensor | Scattered) -> None:
+    """Set `total` (float32 [chunk_numel]) to the sum of the decoded rows, in row order.
+
+    Scattered, it has no place for the padding of a chunk.
+    """
+    total, scattered, numel = _opened(total)
+    chunk_numel = -(-numel // codec.block) * codec.block if scattered is not None else numel
+    _check_rows(codec, payloads, chunk_numel)
+    check_values(total, payloads, chunk_numel, numel)
     check_total(total)
-    kernels = block_kernels(payloads.device, total.dtype)
+    kernels = block_kernels(payloads.device, total.dtype, scattered)
     if kernels is None:
         from commopt.kernels import quantize_reference as reference
 
         return reference.accumulate(codec, payloads, total)
-    _decode(kernels, codec, payloads, 1, payloads.shape[0], total, total.numel())
+    _decode(kernels, codec, payloads, 1, payloads.shape[0], total, chunk_numel, numel)
 
 
 def recode(codec: Codec, payloads: Tensor, payload: Tensor, numel: int, encoding: Encoding) -> None:
@@ -134,8 +141,15 @@ def _check_rows(codec: Codec, payload: Tensor, chunk_numel: int) -> None:
     check_rows(payload, chunk_numel, codec.payload_nbytes(chunk_numel))
 
 
+def _opened(values: Tensor | Scattered) -> tuple[Tensor, Scattered | None, int]:
+    """Return the tensor that holds values, where in it they are scattered, and how many they are."""
+    if isinstance(values, Tensor):
+        return values, None, values.numel()
+    return values.buffer, values, values.numel
+
+
 def _decode(
-    kernels: Loader, codec: Codec, payload: Tensor, rows: int, peers: int, values: Tensor, chunk_numel: int
+    kernels: Loader, codec: Codec, payload: Tensor, rows: int, peers: int, values: Tensor, chunk_numel: int, numel: int
 ) -> None:
     arguments = (
         payload.data_ptr(),
@@ -144,7 +158,7 @@ def _decode(
         peers,
         values.data_ptr(),
         DTYPES[values.dtype],
-        values.numel(),
+        numel,
     )
     _launch(kernels, f"decode_{_decoder(codec)}", codec, payload, rows * chunk_numel, arguments)
 

@@ -105,6 +105,51 @@ struct Chunk {
     }
 };
 
+// Where elements lie in a buffer: one after the other, or, where there are parts, in those, which lack none.
+struct Places {
+    const Part* parts;  // `from` the buffer, `to` the elements
+    std::int64_t count;
+
+    // Call `with(place, at, numel)` for each stretch of elements [begin, begin + numel), of which it begins at `at`.
+    template <typename With>
+    void each(std::int64_t begin, std::int64_t numel, const With& with) const {
+        if (count == 0) return with(begin, std::int64_t{0}, numel);
+        const Part* part = of(begin);
+        for (std::int64_t at = 0; at < numel; ++part) {
+            const std::int64_t skipped = begin + at - part->to, stretch = std::min(part->numel - skipped, numel - at);
+            with(part->from + skipped, at, stretch);
+            at += stretch;
+        }
+    }
+
+    // The place of elements that lie one after the other; -1 where they do not.
+    std::int64_t together(std::int64_t begin, std::int64_t numel) const {
+        if (count == 0) return begin;
+        const Part* part = of(begin);
+        const std::int64_t skipped = begin - part->to;
+        return skipped + numel <= part->numel ? part->from + skipped : -1;
+    }
+
+  private:
+    const Part* of(std::int64_t element) const {
+        const auto before = [](std::int64_t at, const Part& part) { return at < part.to; };
+        return std::upper_bound(parts, parts + count, element, before) - 1;
+    }
+};
+
+// The elements of a block, in `room` where they do not lie together.
+template <typename Value>
+inline const Value* gathered(const Value* values, const Places& places, std::int64_t begin, std::int64_t numel,
+                             float* room) {
+    const std::int64_t place = places.together(begin, numel);
+    if (place >= 0) return values + place;
+    Value* const joined = reinterpret_cast<Value*>(room);
+    places.each(begin, numel, [&](std::int64_t from, std::int64_t at, std::int64_t stretch) {
+        std::copy(values + from, values + from + stretch, joined + at);
+    });
+    return joined;
+}
+
 // Put a block whose first `present` elements are real into p, zeros behind them; return the absmax.
 template <typename Value>
 inline float fill(const Chunk<Value>& source, std::int64_t present, std::int64_t block, float* p) {
@@ -299,7 +344,9 @@ constexpr std::int64_t FLOAT32 = 0, BFLOAT16 = 2;  // what Python calls the dtyp
 inline void encode(std::int64_t codec, const void* values, std::int64_t dtype, std::int64_t numel, double scale,
                    std::uint8_t* payload, std::int64_t stride, std::int64_t rows, std::int64_t blocks,
                    std::int64_t block, const float* old, float* fresh, const float* loss_scale, double decay,
-                   std::int64_t seed, std::int64_t step, std::int64_t stream, std::int64_t threads) {
+                   std::int64_t seed, std::int64_t step, std::int64_t stream, const Part* parts, std::int64_t count,
+                   std::int64_t threads) {
+    const Places places{parts, count};
     of_codec(codec, [&](auto* kind, auto stochastic) {
         using Codec = std::remove_pointer_t<decltype(kind)>;
         const PayloadRows target{payload, stride, blocks, block, Codec::BITS};
@@ -311,8 +358,9 @@ inline void encode(std::int64_t codec, const void* values, std::int64_t dtype, s
             using Value = std::decay_t<decltype(*from)>;
             encode_rows<Codec, decltype(stochastic)::value>(
                 target, rows, numel, remainder, chances, threads,
-                [&](std::int64_t begin, std::int64_t, float*) {
-                    return Chunk<Value>{from + begin, remainder.of(begin), by, remainder.factor};
+                [&](std::int64_t begin, std::int64_t, float* room) {
+                    const Value* const here = gathered(from, places, begin, std::min(numel - begin, block), room);
+                    return Chunk<Value>{here, remainder.of(begin), by, remainder.factor};
                 });
         };
         if (dtype == BFLOAT16) return encode_all(static_cast<const Bfloat16*>(values));
@@ -343,30 +391,35 @@ inline void recode(std::int64_t codec, std::uint8_t* payloads, std::int64_t stri
 // Values of rows; or, where there are `peers`, the sum of so many rows.
 inline void decode(std::int64_t codec, std::uint8_t* payload, std::int64_t stride, std::int64_t rows,
                    std::int64_t blocks, std::int64_t block, std::int64_t peers, void* values, std::int64_t dtype,
-                   std::int64_t numel, std::int64_t threads) {
+                   std::int64_t numel, const Part* parts, std::int64_t count, std::int64_t threads) {
+    const Places places{parts, count};
     of_codec(codec, [&](auto* kind, auto) {
         using Codec = std::remove_pointer_t<decltype(kind)>;
         const PayloadRows sources{payload, stride, blocks, block, Codec::BITS};
         const std::int64_t worth = std::clamp<std::int64_t>(numel * peers / NUMEL_OF_A_THREAD, 1, threads);
         spread(rows * blocks, 1, worth, [&](std::int64_t first, std::int64_t last) {
             alignas(32) float sums[MOST_BLOCK];
-            const bool past_caches = numel > NUMEL_OF_A_THREAD && aligned(static_cast<const float*>(values));
             for (std::int64_t number = first; number < last; ++number) {
                 const std::int64_t begin = number * block, present = std::min(numel - begin, block);
                 if (present <= 0) break;
-                float* const wide = static_cast<float*>(values) + begin;
                 const std::int64_t row = number / blocks, at = number % blocks;
-                if (dtype == FLOAT32 && present == block) {
+                const std::int64_t place = places.together(begin, present);
+                if (dtype == FLOAT32 && present == block && place >= 0) {
+                    float* const wide = static_cast<float*>(values) + place;
+                    const bool past_caches = numel > NUMEL_OF_A_THREAD && aligned(wide);
                     if (past_caches) add_up_block<true, Codec>(sources, row, peers, at, sums, wide);
                     if (!past_caches) add_up_block<false, Codec>(sources, row, peers, at, sums, wide);
                     continue;
                 }
                 add_up_block<false, Codec>(sources, row, peers, at, sums, sums);
-                if (dtype == BFLOAT16) {
-                    for (std::int64_t k = 0; k < present; ++k) narrow(sums[k], static_cast<Bfloat16*>(values) + begin + k);
-                } else {
-                    std::copy(sums, sums + present, wide);
-                }
+                places.each(begin, present, [&](std::int64_t to, std::int64_t from, std::int64_t stretch) {
+                    if (dtype == BFLOAT16) {
+                        Bfloat16* const narrow_ones = static_cast<Bfloat16*>(values) + to;
+                        for (std::int64_t k = 0; k < stretch; ++k) narrow(sums[from + k], narrow_ones + k);
+                    } else {
+                        std::copy(sums + from, sums + from + stretch, static_cast<float*>(values) + to);
+                    }
+                });
             }
             streamed();
         });

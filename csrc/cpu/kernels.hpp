@@ -43,14 +43,15 @@ struct Kernels {
     void (*encode)(std::int64_t codec, const void* values, std::int64_t dtype, std::int64_t numel, double scale,
                    std::uint8_t* payload, std::int64_t stride, std::int64_t rows, std::int64_t blocks,
                    std::int64_t block, const float* old, float* fresh, const float* loss_scale, double decay,
-                   std::int64_t seed, std::int64_t step, std::int64_t stream, std::int64_t threads);
+                   std::int64_t seed, std::int64_t step, std::int64_t stream, const Part* parts, std::int64_t count,
+                   std::int64_t threads);
     void (*recode)(std::int64_t codec, std::uint8_t* payloads, std::int64_t stride, std::int64_t peers,
                    std::uint8_t* payload, std::int64_t blocks, std::int64_t block, std::int64_t numel,
                    const float* old, float* fresh, const float* loss_scale, double decay, std::int64_t seed,
                    std::int64_t step, std::int64_t stream, std::int64_t threads);
     void (*decode)(std::int64_t codec, std::uint8_t* payload, std::int64_t stride, std::int64_t rows,
                    std::int64_t blocks, std::int64_t block, std::int64_t peers, void* values, std::int64_t dtype,
-                   std::int64_t numel, std::int64_t threads);
+                   std::int64_t numel, const Part* parts, std::int64_t count, std::int64_t threads);
     void (*copy)(const float* from, float* to, const Part* parts, std::int64_t count, std::int64_t threads);
     void (*sparse_select)(const void* values, std::int64_t dtype, std::int64_t numel, double scale,
                           std::uint8_t* payload, std::int64_t stride, std::int64_t rows, std::int64_t chunk_numel,
