@@ -51,6 +51,32 @@ def test_a_share_is_that_of_steps_side_by_side(tmp_path: Path) -> None:
         shapes.read(written)
 
 
+def test_files_are_shown_as_one_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a cluster that is in both, the later file has the row; what one has not measured is a dash."""
+    files = []
+    for number, clusters in enumerate((("2+2@100mbit", "1+1@1gbit"), ("2+2@100mbit", "3+1@1gbit"))):
+        turns = {"ddp": [1.0], "flat": [1.5 + number], **({"hierarchical": [0.5]} if number else {})}
+        records = [shapes.record_of(shapes.Shape.parse(each), turns) for each in clusters]
+        files.append(str(tmp_path / f"{number}.json"))
+        write_results(Path(files[-1]), {"turns": 3, "steps": 1, "cpu_count": 2}, "shape", records)
+    shown = shapes.markdown(*shapes.parse_options(["--report", *files]).report).splitlines()
+    assert shown[2:5] == [
+        "| 2 x 2, 100mbit | 1000 | 2.50 | 0.50 |",
+        "| 2 x 1, 1gbit | 1000 | 1.50 | - |",
+        "| 3+1, 1gbit | 1000 | 2.50 | 0.50 |",
+    ]
+    options = shapes.parse_options(["--report", *files, "--strategies", "ddp,hierarchical"])
+    header, records = options.report
+    assert "| 3+1, 1gbit | 1000 | 0.50 |" in shapes.markdown(header, records, options.strategies)
+    with pytest.raises(SystemExit):
+        shapes.parse_options(["--report", *files, "--strategies", "ddp,torch_bf16"])
+    assert "no file has torch_bf16" in capsys.readouterr().err
+    write_results(tmp_path / "more.json", {"turns": 7, "steps": 1, "cpu_count": 2}, "shape", [])
+    with pytest.raises(SystemExit):
+        shapes.parse_options(["--report", *files, str(tmp_path / "more.json")])
+    assert "differ in turns: 3, 7" in capsys.readouterr().err
+
+
 def take_turns(rank: int, world_size: int, strategies: str) -> dict[str, list[float]]:
     options = shapes.parse_options(["--strategies", strategies, "--turns", "2", "--steps", "1"])
     return shapes.measure(options)

@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -114,17 +115,33 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="L+L[|L+L]@RATE[/RATE][:told]",
         help="ranks of each node, a bar between sites, rate of a node's link, of a site's (default: many)",
     )
-    parser.add_argument(
-        "--strategies", type=_strategies, default=list(STRATEGIES), metavar="NAME,...", help=",".join(STRATEGIES)
-    )
+    about = f"to measure (default {','.join(STRATEGIES)}), or to show of a file (default: all)"
+    parser.add_argument("--strategies", type=_strategies, metavar="NAME,...", help=about)
     parser.add_argument("--turns", type=whole(1), default=7, help="of which the median counts (default 7)")
     parser.add_argument("--steps", type=whole(1), default=3, help="of each strategy in a turn (default 3)")
     parser.add_argument("--warm-up", type=whole(1), default=WARM_UP_STEPS, help=argparse.SUPPRESS)  # of a rank
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--json", type=output_file, metavar="FILE", help="write JSON lines: environment, then each shape")
-    what.add_argument("--report", type=content_of(read), metavar="FILE", help="show such a file")
+    what.add_argument(
+        "--report",
+        type=content_of(read),
+        nargs="+",
+        metavar="FILE",
+        help="show such files; of a cluster in several, the last",
+    )
     what.add_argument("--worker", help=argparse.SUPPRESS)  # a rank: where its rank 0 writes what it found
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.report is None:
+        options.strategies = options.strategies or list(STRATEGIES)
+        return options
+    try:
+        options.report = joined(options.report)
+    except ValueError as error:
+        parser.error(f"--report: {error}")
+    missing = set(options.strategies or []).difference(*(record["share"] for record in options.report[1]))
+    if missing:
+        parser.error(f"--strategies: no file has {', '.join(sorted(missing))}")
+    return options
 
 
 # --------------------------------------------------------------------------------------------------- a rank
@@ -228,14 +245,27 @@ def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         return read_lines(path, "shape")
 
 
-def markdown(header: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> str:
-    """Return a table with a row for each cluster."""
-    strategies = [name for name in records[0]["share"] if name != STOCK]
+def joined(
+    files: Sequence[tuple[dict[str, Any], list[dict[str, Any]]]],
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return files as one. Raises ValueError when they were not measured alike."""
+    (header, _), *_ = files
+    for fact in ("turns", "steps", "cpu_count"):
+        found = {each[fact] for each, _ in files}
+        if len(found) > 1:
+            raise ValueError(f"the files differ in {fact}: {', '.join(map(str, sorted(found)))}; show each by itself")
+    return header, list({record["shape"]: record for _, records in files for record in records}.values())
+
+
+def markdown(header: Mapping[str, Any], records: Sequence[Mapping[str, Any]], only: Sequence[str] | None = None) -> str:
+    """Return a table with a row for each cluster. only: the strategies to show beside stock DDP, None for all."""
+    found = dict.fromkeys(name for record in records for name in record["share"])
+    strategies = [name for name in found if name != STOCK and (only is None or name in only)]
     rows = [
         [
             str(Shape.parse(record["shape"])),
             f"{record['step_ms'][STOCK]:.0f}",
-            *(f"{record['share'][name]:.2f}" for name in strategies),
+            *(f"{record['share'][name]:.2f}" if name in record["share"] else "-" for name in strategies),
         ]
         for record in records
     ]
@@ -261,7 +291,8 @@ def main() -> int:
             yield record
 
     facts = {"turns": options.turns, "steps": options.steps}
-    return measure_lines(PROGRAM, ("shapes", "shape"), options, facts, measure, markdown)
+    show = partial(markdown, only=options.strategies)
+    return measure_lines(PROGRAM, ("shapes", "shape"), options, facts, measure, show)
 
 
 if __name__ == "__main__":
