@@ -349,17 +349,11 @@ def _do(job: _Job, log: Any) -> object:
 
 
 def _forget_meshes() -> None:
-    """Empty torch's caches of what operations on DTensors give: a result would be on an equal mesh of an earlier job.
+    """Let the next job find no mesh of this one, if it has computed on DTensors."""
+    if "torch.distributed.tensor" in sys.modules:
+        from commopt.sharded.seams import forget_meshes  # which loads FSDP
 
-    Its groups are gone, and their names are found only where the next job has made as many.
-    """
-    tensor = sys.modules.get("torch.distributed.tensor")
-    if tensor is None:
-        return
-    with contextlib.suppress(AttributeError):  # each torch has its own
-        tensor.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
-    with contextlib.suppress(AttributeError):
-        torch._C._clear_DTensor_sharding_propagator_cache()
+        forget_meshes()
 
 
 def _gpu_to_bind(rank: int) -> torch.device | None:

@@ -487,6 +487,53 @@ def test_each_rank_of_hsdp_must_hold_the_shard_that_it_had(tmp_path: Path) -> No
         assert "shard that it had" in results[rank]
 
 
+def keep_all_ranks(rank: int, world_size: int, folder: str, groups: tuple[int, int]) -> list[tuple[float, float]]:
+    """Leave a world, and go on in another of the same ranks, with an equal mesh behind another number of groups."""
+
+    def train_and_clip(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> tuple[float, float]:
+        """Return the norm of the gradients as torch finds it, and as the shards have it."""
+        optimizer.zero_grad()
+        loss_of(model, batch_of(rank // 2, step)).backward()
+        square = sum((each.grad.to_local().square().sum() for each in model.parameters()), torch.zeros(1))  # type: ignore[union-attr]
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 100.0)
+        optimizer.step()
+        dist.all_reduce(square)
+        assert isinstance(norm, DTensor)
+        return float(norm.full_tensor()), float(square / 2) ** 0.5  # of two replicas
+
+    def begin(more: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        for _ in range(more):
+            dist.new_group(list(range(world_size)))
+        model = sharded(mesh_of(2))
+        return model, torch.optim.Muon([each for each in model.parameters() if each.dim() == 2], 0.01)
+
+    model, optimizer = begin(groups[0])
+    state: commopt.CommState = commopt.attach(model, "quantized")
+    norms = [train_and_clip(model, optimizer, step) for step in range(2)]
+    init_anew(folder, rank, range(world_size))
+    again, optimizer_again = begin(groups[1])
+    for old, new in zip(model.parameters(), again.parameters(), strict=True):
+        assert isinstance(old, DTensor)
+        assert isinstance(new, DTensor)
+        with torch.no_grad():
+            new.to_local().copy_(old.to_local())
+        if old in optimizer.state:
+            momentum = optimizer.state[old]["momentum_buffer"].to_local()
+            kept = DTensor.from_local(momentum, new.device_mesh, new.placements, shape=new.shape, stride=new.stride())
+            optimizer_again.state[new]["momentum_buffer"] = kept
+    commopt.rebuild(state, again)
+    norms += [train_and_clip(again, optimizer_again, step) for step in range(2, 4)]
+    dist.barrier()
+    return norms
+
+
+@pytest.mark.parametrize("groups", [(1, 0), (0, 1)], ids=str)
+def test_what_is_computed_on_shards_is_of_the_mesh_of_now(groups: tuple[int, int], tmp_path: Path) -> None:
+    for norms in run(keep_all_ranks, 4, str(tmp_path), groups, nodes=(2, 2), fresh=True, timeout_s=60):
+        for found, expected in norms:
+            assert found == pytest.approx(expected, rel=1e-4)
+
+
 # ------------------------------------------------------------------------------ plans, moments, refusals
 
 

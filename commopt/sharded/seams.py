@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_common as common
+from torch.distributed.tensor import DTensor
 
 from commopt.errors import ConfigurationError
 from commopt.sharded.layouts import Part
@@ -67,6 +69,18 @@ def _require(owner: object, names: Iterable[str]) -> None:
                 f"torch {torch.__version__} has no {what}.{name}, which commopt needs to average the gradients of a "
                 f"model of fully_shard; use torch 2.7 to {NEWEST_TESTED_TORCH}, or tell commopt's authors of this one"
             )
+
+
+def forget_meshes() -> None:
+    """Empty torch's caches of what operations on DTensors give: results would be on an equal mesh of an earlier world.
+
+    Torch finds the groups of a mesh by their names, which are nobody's in this world, or those of other ranks.
+    """
+    dispatcher: Any = DTensor._op_dispatcher
+    with suppress(AttributeError):  # each torch has its own
+        dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    with suppress(AttributeError):
+        torch._C._clear_DTensor_sharding_propagator_cache()
 
 
 def _states(model: nn.Module) -> list[Any]:

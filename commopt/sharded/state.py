@@ -16,7 +16,7 @@ from commopt.groups import Membership
 from commopt.sharded.backwards import Request
 from commopt.sharded.one_dimension import OneDimension, require_attachable
 from commopt.sharded.registration import ShardedRegistration
-from commopt.sharded.seams import ParameterGroup, groups_of, require_seams, reshard_between_steps
+from commopt.sharded.seams import ParameterGroup, forget_meshes, groups_of, require_seams, reshard_between_steps
 
 
 class ShardedState(CommState):
@@ -103,6 +103,7 @@ def attach_sharded(model: nn.Module, aggregator: Aggregator, given: AttachOption
     ConfigurationError when FSDP's hook or collectives were replaced meanwhile.
     """
     require_seams(model)
+    forget_meshes()
     reshard_between_steps(model)  # after an evaluation the root still has whole parameters, which no optimizer knows
     groups = groups_of(model)
     if not groups:
