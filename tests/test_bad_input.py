@@ -205,7 +205,7 @@ def make_communicator(rank: int, world_size: int) -> Raised:
     return outcome(Communicator)
 
 
-@pytest.mark.parametrize("value", ["3", "zwei", "0"])
+@pytest.mark.parametrize("value", ["3", "zwei", "0", "\u00b2"])
 def test_bad_ranks_per_node_in_the_environment(value: str) -> None:
     results = run(make_communicator, WORLD, env={"COMMOPT_RANKS_PER_NODE": value})
     assert_raised(results, ConfigurationError, value)
@@ -442,6 +442,38 @@ def test_an_argument_of_another_type_on_one_rank() -> None:
         parts = MISTAKES[key.rpartition(" ")[0]][2]
         assert_raised([results[1][key]], ConfigurationError, *parts)
         assert_raised([results[0][key]], ConfigurationError, "rank 1 cannot take part in", *parts)
+
+
+def ask_for_others_beside_groups(rank: int, world_size: int) -> dict[str, Raised]:
+    """Rank 1 is alone with a mistake, or with groups that exist; the others ask for new ones."""
+    commopt.all_reduce(torch.ones(3))
+    kinds: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "'8' is a str": ({"timeout": "8"}, {"timeout": 8}),
+        "timeout in seconds: rank 1 has None": ({}, {"timeout": 8}),
+        "ranks_per_node: rank 1 has None": ({}, {"ranks_per_node": 1}),
+        "site: rank 1 has that of": ({}, {"site": "berlin"}),
+        "timeout nan is not": ({"timeout": float("nan")}, {"timeout": float("nan")}),
+    }
+    return {words: outcome(partial(Communicator, **pair[rank != 1])) for words, pair in kinds.items()}
+
+
+def test_ranks_that_ask_for_other_groups_than_exist_do_not_wait_for_each_other() -> None:
+    results = run(ask_for_others_beside_groups, 3, timeout_s=30)
+    for words in results[0]:
+        assert_raised([mine[words] for mine in results], commopt.CommoptError, words)
+
+
+def no_folder_for_temporary_files(rank: int, world_size: int) -> Raised:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("COMMOPT_FLIGHT")
+        patch.setattr("tempfile.tempdir", None)
+        patch.setattr("tempfile._candidate_tempdir_list", lambda: ["/nowhere"] if rank == 1 else ["/tmp"])
+        return outcome(Communicator)
+
+
+def test_a_full_disk_on_one_rank() -> None:
+    results = run(no_folder_for_temporary_files, 2, timeout_s=30)
+    assert_raised(results, ConfigurationError, "/nowhere", "COMMOPT_FLIGHT")
 
 
 def wait_with_a_timedelta(rank: int, world_size: int) -> None:

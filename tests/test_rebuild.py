@@ -623,3 +623,21 @@ def test_what_does_not_belong_together_is_refused_on_every_rank(tmp_path: Path) 
         assert "begins at a checkpoint" in nothing
         assert "make one of the survivors" in same_group
         assert "ranks_per_node" in shape or "ranks per node" in shape, shape
+
+
+def come_without_a_state(rank: int, world_size: int, folder: str) -> str:
+    module = seeded(Tower)
+    ddp = TorchDDP(module, **SMALL_BUCKET)
+    state = commopt.attach(ddp, "quantized")
+    train(ddp, torch.optim.SGD(module.parameters(), 0.5), rank, 0, 2)
+    init_anew(folder, rank, range(world_size))
+    with pytest.raises(commopt.ConfigurationError) as caught:
+        commopt.rebuild(None if rank == 1 else state, TorchDDP(module, **SMALL_BUCKET))  # type: ignore[type-var]
+    dist.barrier()
+    return str(caught.value)
+
+
+def test_a_rank_without_a_state_is_told_to_all(tmp_path: Path) -> None:
+    for message in run(come_without_a_state, 3, str(tmp_path), fresh=True, timeout_s=60):
+        assert "rebuild got a NoneType" in message
+        assert "begins at a checkpoint" in message

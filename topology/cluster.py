@@ -44,7 +44,7 @@ def read_host_identity(environ: Mapping[str, str] = os.environ, root: Path = Pat
         hostname=socket.gethostname(),
         boot_id=boot_id,
         nccl_hostid=environ.get("NCCL_HOSTID") or None,
-        local_rank=int(local_rank) if local_rank.isdigit() else None,
+        local_rank=int(local_rank) if local_rank.isdecimal() else None,
     )
 
 

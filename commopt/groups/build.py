@@ -79,6 +79,8 @@ def join(
     timeout_s: float | None = None,
     problem: Exception | None = None,
     site: str | None = None,
+    *,
+    meets: bool = False,
 ) -> Membership:
     """Return the membership of `group`, and build it on the first call. Collective over the group's ranks.
 
@@ -91,6 +93,7 @@ def join(
     timeout_s: None: the timeout of `group` itself, or 600 s if torch does not tell it.
     problem: reason why the caller cannot continue, raised here on every rank unless the groups exist already.
     site: where this rank's node is, outermost level first, as in "berlin/rack3"; None: as COMMOPT_SITE or Slurm says.
+    meets: whether ranks that have groups meet first: else those that ask for others would wait for the rest there.
     """
     try:
         parent = resolve_group(group)
@@ -98,7 +101,11 @@ def join(
         raise problem or error from None  # no other rank can be told
     known = _memberships.setdefault(parent, {})
     key = (ranks_per_node, timeout_s, site)
-    if key not in known or not known[key].alive:
+    built = key in known and known[key].alive
+    if meets and any(each.alive for each in known.values()):
+        before = known[key].name if built else ""
+        _require_same_groups(parent, ranks_per_node, timeout_s, problem, before)
+    if not built:
         known[key] = _build(parent, ranks_per_node, timeout_s, problem, site)
     return known[key]
 
@@ -135,6 +142,34 @@ def _timeout_of(parent: dist.ProcessGroup) -> float:
     return DEFAULT_TIMEOUT_S
 
 
+def _require_same_groups(
+    parent: dist.ProcessGroup,
+    ranks_per_node: int | None,
+    timeout_s: float | None,
+    problem: Exception | None,
+    before: str,
+) -> None:
+    """Raise MismatchError, or `problem`, unless all ranks ask for the same groups; collective.
+
+    before: the name of those that this rank has, "" where they are yet to be made.
+    """
+    asked = {
+        "ranks_per_node": ranks_per_node,
+        "timeout in seconds": "nan" if timeout_s != timeout_s else timeout_s,  # NaN, refused later, equals nothing
+        "site": f"that of {before}" if before else "another than before",
+    }
+    limit_s = _own_timeout_s(parent)
+    if timeout_s is not None and 0 < timeout_s <= _LONGEST_TIMEOUT_S:
+        limit_s = timeout_s
+    ranks, store = dist.get_process_group_ranks(parent), limited_store(f"commopt/{parent.group_name}", limit_s)
+    meet = partial(exchange_facts, store, ranks, parent.rank(), "commopt group setup", asked, limit_s)
+    require_equal(ranks, meet(failures_among(ranks), problem), asked)
+
+
+def _own_timeout_s(parent: dist.ProcessGroup) -> float:
+    return min(_timeout_of(parent), _LONGEST_TIMEOUT_S)
+
+
 def _build(
     parent: dist.ProcessGroup,
     ranks_per_node: int | None,
@@ -142,7 +177,7 @@ def _build(
     problem: Exception | None,
     given_site: str | None,
 ) -> Membership:
-    timeout_s, host = min(_timeout_of(parent), _LONGEST_TIMEOUT_S), None
+    timeout_s, host = _own_timeout_s(parent), None
     site, told, heartbeat_s, connections = "", given_site is not None or SITE_VARIABLE in os.environ, 0.0, None
     try:  # an error of one rank is raised on all
         if asked_for_s is not None:
@@ -152,7 +187,7 @@ def _build(
         connections = asked_for()
         host = _host(emulated).as_dict()
         site = read_site(given_site, emulated=emulated is not None or ranks_per_node is not None)
-    except ConfigurationError as error:
+    except Exception as error:
         problem, emulated = problem or error, None
     facts = {
         "commopt version": __version__,
@@ -253,6 +288,6 @@ def _ranks_per_node_from_environment() -> int | None:
     text = os.environ.get(ENVIRONMENT_VARIABLE, "")
     if not text:
         return None
-    if not text.isdigit() or int(text) < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise ConfigurationError(f"{ENVIRONMENT_VARIABLE}={text!r} is not a positive whole number; set it or unset it")
     return int(text)

@@ -7,7 +7,7 @@ import gc
 import logging
 from dataclasses import fields
 from io import BytesIO
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from commopt.groups import Team
 from commopt.groups.team import broadcast_bytes
 from commopt.hooks.buckets import DDPRegistration, buffers_of, parameters_of
 from commopt.hooks.ddp import attach
+from commopt.lanes import LaneClient
 
 State = TypeVar("State", bound=CommState)
 
@@ -53,13 +54,14 @@ def rebuild(state: State, model: nn.Module, **options: Any) -> State:
     rank that was not there before: it begins at a checkpoint (`gathered_state_dict`), with all others.
     """
     if not isinstance(state, CommState):
-        raise ConfigurationError(
+        _refuse(
+            model,
             f"rebuild got a {type(state).__name__} and not what commopt.attach returned; a rank without a state begins "
-            f"at a checkpoint: commopt.attach(model, ...), then load_state_dict of gathered_state_dict() on every rank"
+            f"at a checkpoint: commopt.attach(model, ...), then load_state_dict of gathered_state_dict() on every rank",
         )
     before = state._registration
     if before.joined is None or before.aggregator is None:
-        raise ConfigurationError("this state has seen no step, so it has nothing to go on with; use commopt.attach")
+        _refuse(model, "this state has seen no step, so it has nothing to go on with; use commopt.attach")
     before.close()
     if isinstance(before, DDPRegistration):
         _let_go(before, model)
@@ -77,6 +79,13 @@ def rebuild(state: State, model: nn.Module, **options: Any) -> State:
         now.close(groups=False)  # nobody gets this state
         raise
     return cast(State, made)  # of the same class: else the registrations would not fit
+
+
+def _refuse(model: nn.Module, why: str) -> NoReturn:
+    """Raise ConfigurationError on this rank, and on those that have a state where they meet it."""
+    problem = ConfigurationError(why)
+    LaneClient.join("rebuild", getattr(model, "process_group", None), None, None, problem)
+    raise problem
 
 
 def _let_go(before: DDPRegistration, model: object) -> None:

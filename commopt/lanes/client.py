@@ -72,9 +72,9 @@ class LaneClient:
             ranks_per_node, timeout = read_arguments(ranks_per_node, timeout)
             flight.folder()
             site = None if site is None else require_site(site, "site")
-        except ConfigurationError as error:  # perhaps of this rank alone: the others learn of it in `join`
+        except Exception as error:  # perhaps of this rank alone: the others learn of it in `join`
             problem, ranks_per_node, timeout, site = problem or error, None, None, None
-        membership = join(group, ranks_per_node, timeout, problem, site)
+        membership = join(group, ranks_per_node, timeout, problem, site, meets=meets)
         publish_uncaught()
         heartbeat.watch(membership)
         with _lock:

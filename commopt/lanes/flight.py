@@ -34,7 +34,10 @@ def folder() -> Path:
     Raises ConfigurationError where nothing can be written.
     """
     given = os.environ.get(FOLDER_VARIABLE, "")
-    path = Path(given or tempfile.gettempdir())
+    try:
+        path = Path(given or tempfile.gettempdir())
+    except FileNotFoundError as error:  # also where the disk is full
+        raise ConfigurationError(f"{error}; free some of it, or set {FOLDER_VARIABLE} or TMPDIR") from None
     if given and not (path.is_dir() and os.access(path, os.W_OK)):
         raise ConfigurationError(
             f"{FOLDER_VARIABLE}={given!r} is no folder that can be written to; make it, or unset {FOLDER_VARIABLE} for "

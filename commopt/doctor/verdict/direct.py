@@ -72,7 +72,7 @@ def own_facts(machine: Machine, environ: Mapping[str, str]) -> dict[str, bool]:
     """Return what `trials` must know of this rank: whether it has a GPU, and an adapter that may reach into it."""
     count = devices_here()
     local_rank = environ.get("LOCAL_RANK", "")
-    gpu = local_rank.isdigit() and int(local_rank) < count
+    gpu = local_rank.isdecimal() and int(local_rank) < count
     return {"gpu": gpu, "rdma": gpu and needs_gpudirect(machine)}
 
 
