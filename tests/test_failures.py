@@ -45,12 +45,13 @@ class Failing(Aggregator):
     culprit: int
     inner: Aggregator = field(default_factory=Flat)
     numel: int | None = None
+    cause: str = CAUSE
 
     armed = False  # of this process, hence no field
 
     def all_reduce(self, buffer: Tensor, team: Any, scale: float, context: BufferContext) -> None:
         if Failing.armed and dist.get_rank() == self.culprit and self.numel in (None, buffer.numel()):
-            raise OSError(CAUSE)
+            raise OSError(self.cause)
         self.inner.all_reduce(buffer, team, scale, context)
 
     def calls(self, buffer: Buffer, team: Any) -> tuple[Action, ...]:
@@ -140,6 +141,14 @@ def fail_standalone(rank: int, world_size: int, folder: str, aggregator: Aggrega
 )
 def test_standalone(aggregator: Aggregator, culprit: int, nodes: tuple[int, ...], tmp_path: Path) -> None:
     assert_all_know(run(fail_standalone, sum(nodes), str(tmp_path), aggregator, nodes=nodes, fresh=True), culprit)
+
+
+@pytest.mark.parametrize("secret", [None, "a secret"])
+def test_an_error_whose_text_is_no_unicode(secret: str | None, tmp_path: Path) -> None:
+    """As of a file whose name is not UTF-8: torch's store takes no such text."""
+    environment = {"COMMOPT_SECRET": secret}
+    seen = run(fail_standalone, 3, str(tmp_path), Failing(1, cause=f"{CAUSE} \udce9"), fresh=True, env=environment)
+    assert_all_know(seen, 1)
 
 
 def fail_in_flight(rank: int, world_size: int, folder: str) -> Seen:

@@ -117,6 +117,8 @@ class LimitedStore:
         self._connection.close()
 
     def _sealed(self, key: str, value: str) -> str:
+        # What Python makes of a name of a file that is not UTF-8, as tracebacks have it, is no text for torch's store.
+        value = value.encode(errors="backslashreplace").decode()
         return seal(self._connection.secret, self._prefix + key, value)
 
     def _unsealed(self, key: str, value: bytes) -> bytes:

@@ -57,9 +57,11 @@ def fail(membership: Membership, operation: str, error: BaseException) -> LaneEr
         report = f"{_me(membership)} failed in {operation}\n{trace}"
         if isinstance(error, LaneError):  # of another rank, whose words count
             report = _reported_in(affected) or report
-        for each in affected:
-            each.publish_failure(report)
-        _close(affected, error)
+        try:
+            for each in affected:
+                each.publish_failure(report)
+        finally:  # whatever goes wrong, peers that wait for this rank are freed
+            _close(affected, error)
     return LaneError(f"{report.rstrip()}\nThe lane takes no more work; destroy and initialize the process group.")
 
 
