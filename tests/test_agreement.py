@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from functools import partial
@@ -85,6 +87,22 @@ def test_calls_in_another_order_are_refused_at_once_and_training_goes_on(choice:
             assert "report after 3 steps" in message
             assert "gathered_state_dict after 3 steps" in message
     assert len({digest for *_, digest in results}) == 1
+
+
+def die_after_a_refusal(rank: int, world_size: int) -> str:
+    _, state, train = attached("flat", timeout=30)
+    train(rank, 0, 1, 2)
+    message_of(state.report if rank else state.gathered_state_dict)
+    train(rank, 3)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return message_of(partial(train, rank, *range(4, 60)))
+
+
+def test_a_call_that_was_refused_is_not_why_a_rank_dies_later() -> None:
+    message = run(die_after_a_refusal, 2, fresh=True, dies=(1,))[0]
+    assert "no sign of life from rank 1" in message
+    assert "has called" not in message
 
 
 def uneven(rank: int, world_size: int, delay: int) -> str:

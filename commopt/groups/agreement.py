@@ -68,6 +68,23 @@ def exchange_facts(
     Each rank makes as many requests, however many ranks there are, and rank 0 reads and invites all others in one each
     where the store can. The verdict, which all of them read, is packed, since most facts are alike.
     """
+    answers = meet(store, ranks, me, purpose, facts, timeout_s, interrupt, problem, patience_s)
+    require_same_purpose(ranks, answers)
+    return answers
+
+
+def meet(
+    store: LimitedStore,
+    ranks: Sequence[int],
+    me: int,
+    purpose: str,
+    facts: Mapping[str, Any],
+    timeout_s: float,
+    interrupt: Callable[[], None],
+    problem: Exception | None,
+    patience_s: float,
+) -> list[Facts]:
+    """Return what `exchange_facts` does, also where ranks have come to different purposes."""
     trouble = None if problem is None else f"{type(problem).__name__}: {problem}"
     mine = {"purpose": purpose, "problem": trouble, **facts}
     patience = _Patience(ranks, purpose, patience_s)
@@ -91,13 +108,17 @@ def exchange_facts(
     for rank, answer in zip(ranks, answers, strict=True):
         if answer["problem"] is not None:
             raise ConfigurationError(f"rank {rank} cannot take part in {answer['purpose']}: {answer['problem']}")
+    return answers
+
+
+def require_same_purpose(ranks: Sequence[int], answers: Sequence[Facts]) -> None:
+    """Raise MismatchError unless all ranks have come to the same meeting."""
     for rank, answer in zip(ranks, answers, strict=True):
         if answer["purpose"] != answers[0]["purpose"]:
             raise MismatchError(
                 f"rank {rank} came to {answer['purpose']} and rank {ranks[0]} to {answers[0]['purpose']}; every rank "
                 f"must make the same commopt calls, in the same order and between the same steps"
             )
-    return answers
 
 
 class _Patience:

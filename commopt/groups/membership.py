@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from commopt.errors import CommoptError, ConfigurationError, LaneError, MismatchError, TransportError
-from commopt.groups.agreement import PATIENCE_S, Facts, exchange_facts, require_equal
+from commopt.groups.agreement import PATIENCE_S, Facts, meet, require_equal, require_same_purpose
 from commopt.groups.connections import Connections
 from commopt.groups.store import LimitedStore
 from commopt.groups.team import Team
@@ -180,15 +180,14 @@ class Membership:
         store = self.store.within(room) if room else self.store
         self.store.set(_call_of(self.global_rank), purpose)
         try:
-            answers = exchange_facts(
-                store, self.ranks, me, purpose, facts, self.timeout_s, interrupt, problem, patience_s
-            )
+            answers = meet(store, self.ranks, me, purpose, facts, self.timeout_s, interrupt, problem, patience_s)
         except MismatchError:  # a rank that waits elsewhere for this one must find out why
             raise
         except CommoptError:
             self._forget_call()
             raise
         self._forget_call()
+        require_same_purpose(self.ranks, answers)  # where all have come, nobody waits elsewhere
         return answers
 
     def _or_notice_loss(self, interrupt: Callable[[], None], purpose: str) -> Callable[[], None]:
