@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import commopt
 from commopt.__main__ import main
+from commopt.errors import TransportError
 from commopt.groups import store as groups_store
 from commopt.lanes import activity, heartbeat
 from commopt.lanes.lane import Place
@@ -409,6 +410,25 @@ def test_a_rank_that_has_come_is_not_missing_and_one_asks_for_all() -> None:
     assert "3 rank(s) wait for 15 s in bucket 0 of 10 elements (HookState 0, operation 5)" in told
     assert "still missing: rank 3 (a, process 3), in step 2, bucket 0, phase backward" in told
     assert not any(f"rank {rank} (" in told for rank in range(3))
+
+
+def test_an_alarm_that_was_not_written_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a rank that ends, or finds the store silent, in the middle of it."""
+    ranks, heard = Ranks(2, 2, 600.0), Heard()
+    first, second = (beat._watches[0] for beat in ranks.beats[:2])
+
+    def silent(key: str, *values: str) -> None:
+        raise TransportError("no answer")
+
+    with monkeypatch.context() as patch:
+        for method in ("set", "compare_set"):
+            patch.setattr(first.store, method, silent, raising=False)
+        with pytest.raises(TransportError):
+            ranks.beats[0]._publish(first, kind="silent", rank=3, silent_s=9.0, beat={})
+    ranks.beats[1]._publish(second, kind="silent", rank=3, silent_s=10.0, beat={})
+    for rank in (0, 1, 2):
+        ranks.beats[rank]._beat()
+    assert sum("no heartbeat from rank 3 for 10 s" in line for _, line in heard.lines) == 3
 
 
 @pytest.mark.alone

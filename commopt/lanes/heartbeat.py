@@ -220,8 +220,11 @@ class Heartbeat:
 
     def _publish(self, watch: _Watch, **alarm: Any) -> None:
         """Write an alarm into the log of the membership, which all ranks read, this one too."""
-        store = watch.brief_store()
-        store.set(f"alarm/{store.add('alarms', 1)}", json.dumps(alarm))
+        store, number = watch.brief_store(), watch.alarms + 1
+        text = json.dumps({**alarm, "by": [watch.me, watch.beats]})  # like no other
+        # A number that was drawn before could remain without its alarm, and nobody would read on behind it.
+        while store.compare_set(f"alarm/{number}", "", text).decode() != text:
+            number += 1
 
     def _hear(self, watch: _Watch, alarm: Beat) -> None:
         if alarm["kind"] == "over":
