@@ -7,6 +7,7 @@ import glob
 import hashlib
 import logging
 import os
+import re
 import shutil
 from contextlib import contextmanager, suppress
 from io import BytesIO
@@ -30,6 +31,7 @@ _SIGNATURE = b"PK\x05\x06"
 _MARK = b"commopt sha256 "
 _COMMENT_NBYTES = len(_MARK) + 2 * hashlib.sha256().digest_size
 _READ_NBYTES = 1 << 20
+_UNFINISHED = re.compile(r"\.\d+-[0-9a-f]{8}\.unfinished")
 _FIX = "; load another checkpoint, or start without one"
 
 
@@ -43,7 +45,8 @@ def save_checkpoint(content: object, path: str | Path) -> None:
     path = Path(path)
     # What a process that was killed has left. If it lives and writes, it finds out when it ends.
     for leftover in path.parent.glob(f"{glob.escape(path.name)}.*.unfinished"):
-        leftover.unlink(missing_ok=True)
+        if _UNFINISHED.fullmatch(leftover.name, len(path.name)):  # of this path, and of no longer one
+            leftover.unlink(missing_ok=True)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}-{token_hex(4)}.unfinished")
     kept = path.with_name(f"{path.name}.kept")
     try:
@@ -58,8 +61,7 @@ def save_checkpoint(content: object, path: str | Path) -> None:
                 kept.replace(previous(path))
     finally:
         unfinished.unlink(missing_ok=True)
-    with suppress(OSError):  # some file systems cannot, and do without
-        _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
 def load_checkpoint(path: str | Path, **options: Any) -> Any:
@@ -224,10 +226,11 @@ def _alone(path: Path) -> Iterator[None]:
         ) from None
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Let the names in a folder outlive the machine's going down."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    with suppress(OSError):  # some file systems cannot, and do without
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -255,6 +255,19 @@ def test_two_that_write_one_path_are_told(tmp_path: Path, monkeypatch: pytest.Mo
     assert is_new(load_checkpoint(path))
 
 
+def test_two_paths_that_begin_alike_are_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, longer, fsync = tmp_path / "training.pt", tmp_path / "training.pt.best", os.fsync
+
+    def while_another_writes(handle: int) -> None:
+        monkeypatch.setattr(os, "fsync", fsync)
+        save_checkpoint(OLD, path)
+
+    monkeypatch.setattr(os, "fsync", while_another_writes)
+    save_checkpoint(NEW, longer)
+    assert is_new(load_checkpoint(longer))
+    assert load_checkpoint(path)["step"] == 1
+
+
 JOB = """
 import os, sys
 import torch, torch.distributed as dist

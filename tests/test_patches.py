@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
+import stat
 import subprocess
 import sys
 import time
@@ -283,6 +285,45 @@ def test_a_writer_whose_storage_fails_goes_on_with_an_anchor(tmp_path: Path, mon
     assert same(reader.tensors, weights(2))
 
 
+FULL = """
+import resource, signal, sys
+import torch
+from commopt.patches import Writer
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+writer = Writer(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+for _ in range(3):
+    try:
+        writer.write({"w": torch.ones(1000)})
+    except OSError:
+        continue
+    raise AssertionError
+"""
+
+
+def test_a_full_disk_is_not_filled_with_what_is_unfinished(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], cwd=Path(__file__).parents[1], check=False)
+    assert done.returncode == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_synchronised_is_written_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on some network file systems."""
+    fsync = os.fsync
+
+    def refuse_folders(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", refuse_folders)
+    writer = Writer(tmp_path)
+    assert [writer.write(weights(step)) for step in range(2)] == [0, 1]
+    assert {path.suffix for path in tmp_path.iterdir()} == {".anchor", ".patch"}
+
+
 def test_a_new_writer_removes_what_a_killed_one_left_long_ago_and_nothing_else(tmp_path: Path) -> None:
     names = ("000000000001.patch.0123abcd.unfinished", "000000000002.patch.4567abcd.unfinished", "my.unfinished")
     for name, age_s in zip(names, (7200, 10, 7200), strict=True):
@@ -387,6 +428,9 @@ FORGED: dict[str, bytes] = {
             "previous": "",
             "tensors": [["a", "int8", [5], "raw", 5], ["b", "int8", [-5], "raw", -5]],
         }
+    ),
+    "beyond counting": forged(
+        {"number": 0, "state": "a", "previous": "", "tensors": [["w", "int8", [2**61, 2**61, 0], "raw", 0]]}
     ),
     "no dtype": forged({"number": 0, "state": "a", "previous": "", "tensors": [["w", "__class__", [1], "raw", 4]]}),
     "wide": forged({"number": 0, "state": "a", "previous": "", "tensors": [["w", "int8", [1] * 70, "raw", 1]]}, b"1"),

@@ -203,4 +203,7 @@ def _raw(entry: FileEntry, part: memoryview) -> Tensor:
     values = torch.frombuffer(bytearray(part), dtype=torch.uint8) if part else torch.empty(0, dtype=torch.uint8)
     if dtype == torch.bool and part and int(values.max()) > 1:
         raise DamagedError(f"{entry.name!r} has other bytes than those of booleans")
-    return values.view(dtype).view(entry.shape)
+    try:
+        return values.view(dtype).view(entry.shape)
+    except RuntimeError as error:  # of no elements, but of sizes whose product torch cannot count
+        raise DamagedError(f"{entry.name!r} has shape {entry.shape}: {error}") from None

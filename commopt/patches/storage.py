@@ -13,6 +13,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
+from commopt.checkpoint_files import sync_folder
 from commopt.errors import ConfigurationError
 
 _NAME = re.compile(r"(\d{12})\.(anchor|patch)")
@@ -93,16 +94,15 @@ class Folder(Storage):
         """Make a file: whole or not at all, also when the machine stops."""
         self._path.mkdir(parents=True, exist_ok=True)
         unfinished = self._path / f"{file.name}.{token_hex(4)}.unfinished"
-        with unfinished.open("wb") as target:
-            target.write(content)
-            target.flush()
-            os.fsync(target.fileno())
-        unfinished.replace(self._path / file.name)
-        folder = os.open(self._path, os.O_RDONLY)
         try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+            with unfinished.open("wb") as target:
+                target.write(content)
+                target.flush()
+                os.fsync(target.fileno())
+            unfinished.replace(self._path / file.name)
+        finally:  # on a full disk it would take the place of the next one
+            unfinished.unlink(missing_ok=True)
+        sync_folder(self._path)
 
     def delete(self, file: File) -> None:
         """Remove a file."""
