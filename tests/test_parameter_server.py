@@ -507,6 +507,14 @@ def test_models_that_cannot_be() -> None:
         commopt.attach(Tower(), ParameterServer("nowhere"))
 
 
+@pytest.mark.parametrize("value", [0, -1, float("nan"), "30", True, None, timedelta(seconds=30)], ids=str)
+def test_what_is_no_timeout_and_no_number_of_workers(value: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"timeout .* is not between 0 and"):
+        Scheduler(timeout=value)
+    with pytest.raises(ConfigurationError, match=r"Server\(workers=\) is .*whole number >= 1"):
+        Server("127.0.0.1:1", workers=value)
+
+
 def test_there_is_one_server() -> None:
     with hosted(timeout=limit(3.0)) as server:
         with pytest.raises(ConfigurationError, match="has a server already"):

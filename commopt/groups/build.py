@@ -232,7 +232,8 @@ def _build(
 
 def require_timeout(timeout_s: float) -> float:
     """Return a valid timeout of a process group, in seconds. Raises ConfigurationError for any other."""
-    if not 0 < timeout_s <= _LONGEST_TIMEOUT_S:
+    is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
+    if not is_number or not 0 < timeout_s <= _LONGEST_TIMEOUT_S:
         raise ConfigurationError(
             f"timeout {timeout_s} is not between 0 and {_LONGEST_TIMEOUT_S:.0f} seconds; pass for example timeout=60"
         )

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from commopt.document import require_whole
 from commopt.errors import ConfigurationError, MismatchError, TransportError, UnsupportedTensorError
 from commopt.server.channel import HEARTBEATS_PER_TIMEOUT, LOG_EVERY_S, EndedError, SecureChannel, plain, reason
 from commopt.server.join_request import JOIN_REQUEST_NBYTES, JoinRequest
@@ -81,6 +82,7 @@ class Server:
     def __init__(
         self, address: str, *, workers: int = 1, host: str = LOOPBACK, port: int = 0, secret: str | None = None
     ) -> None:
+        require_whole(workers, 1, "Server(workers=)")
         self.failure = ""
         self._rounds = Rounds(workers)
         self._first_request: JoinRequest | None = None  # from the first worker
