@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -319,6 +320,7 @@ def lose_at_the_end_of_a_step(rank: int, world_size: int, folder: str, behind: i
     choice = Uneven(3, behind, Compressed(Quantize(4, 64)))
     state: commopt.CommState = commopt.attach(ddp, choice, timeout=30)
     optimizer = torch.optim.AdamW(module.parameters(), 0.01)
+    optimizer.param_groups[0]["lr"] = np.float64(0.01)  # as of a schedule that is computed with NumPy
     train(ddp, optimizer, rank, 0, FAILS_AT)
     Uneven.loses_in = len(state.state_dict()["buckets"]) - 1
     error = error_of_training(ddp, optimizer, rank, FAILS_AT)

@@ -9,6 +9,7 @@ from dataclasses import fields
 from io import BytesIO
 from typing import Any, NoReturn, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -148,7 +149,7 @@ def _copy_optimizers(optimizers: dict[str, Optimizer], scaler: Any, team: Team, 
     payload: bytes | None = None
     if team.rank == source:
         buffer = BytesIO()
-        states = {names: optimizer.state_dict() for names, optimizer in optimizers.items()}
+        states = {names: _with_plain_numbers(optimizer.state_dict()) for names, optimizer in optimizers.items()}
         torch.save({"optimizers": states, "scaler": None if scaler is None else scaler.state_dict()}, buffer)
         payload = buffer.getvalue()
     received = broadcast_bytes(team, payload, source)
@@ -159,3 +160,15 @@ def _copy_optimizers(optimizers: dict[str, Optimizer], scaler: Any, team: Team, 
                 optimizers[names].load_state_dict(state)
         if scaler is not None and found["scaler"] is not None:
             scaler.load_state_dict(found["scaler"])
+
+
+def _with_plain_numbers(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of an optimizer with numbers of Python for those of NumPy, which are not read as weights."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, tuple):  # as betas
+            return tuple(map(plain, value))
+        return value.item() if isinstance(value, np.generic) else value
+
+    groups = [{name: plain(value) for name, value in group.items()} for group in state["param_groups"]]
+    return {**state, "param_groups": groups}
