@@ -8,6 +8,8 @@ import logging
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -306,6 +308,26 @@ def test_a_folder_for_records_that_is_not_there_is_refused_on_every_rank() -> No
     beating = {"COMMOPT_HEARTBEAT": None}
     for message in run(set_on_one, 2, "COMMOPT_FLIGHT", "/no/such/folder", fresh=True, env=beating):
         assert "COMMOPT_FLIGHT='/no/such/folder' is no folder that can be written to" in message
+
+
+FULL = """
+import resource, signal, sys
+from pathlib import Path
+from commopt.lanes.flight import FlightFile
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+record = FlightFile(0, Path(sys.argv[1]))
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+for number in range(3):
+    assert record.add(str(number), "a reason", [0], {}, []) is None
+"""
+
+
+def test_a_full_disk_has_no_part_of_a_record(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, str(tmp_path)], cwd=Path(__file__).parents[1], capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert list(tmp_path.iterdir()) == []
 
 
 # ------------------------------------------------------------------------------ many ranks, in one process

@@ -101,8 +101,13 @@ class FlightFile:
         """Write a file as a whole, which nobody else can read."""
         try:
             with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.stem, delete=False) as file:
-                json.dump(content, file, indent=1)
-            os.replace(file.name, path)
+                try:
+                    json.dump(content, file, indent=1)
+                    file.flush()
+                    os.replace(file.name, path)
+                except BaseException:
+                    os.unlink(file.name)  # on a full disk each alarm would leave one
+                    raise
         except OSError as error:
             _log.warning("the flight record %s cannot be written: %s; set %s", path, error.strerror, FOLDER_VARIABLE)
             return None
