@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable
 from functools import partial
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
 from commopt import CommoptError, ConfigurationError
@@ -143,6 +145,88 @@ def test_resuming_changes_no_bit(tmp_path: Path, strategy: str, layout: str, gat
     assert len({digest for digest, _ in whole}) == 1
     assert_same(whole, run_on(layout, *arguments, "resumed", fresh=gathered))
     assert_same(whole, run_on(layout, *arguments, "rolled back"))
+
+
+def load_and_save(rank: int, world_size: int, strategy: str) -> tuple[str, str]:
+    """Go on from a state, and from one that was taken right after that was loaded."""
+    training = start(rank, world_size, strategy, "some rest")
+    for _ in range(4):
+        training.step()
+    model, state = copy.deepcopy(training.module.state_dict()), training.comm.state_dict()
+    digests = [finish(training)[0]]
+    for _ in range(2):
+        training = start(rank, world_size, strategy, "some rest")
+        training.module.load_state_dict(model)
+        training.steps = 4
+        training.comm.load_state_dict(state)
+        state = training.comm.state_dict()
+    digests.append(finish(training)[0])
+    return digests[0], digests[1]
+
+
+@pytest.mark.skipif(not BUCKETS_CAN_BE_GIVEN, reason="before torch 2.12 the first step of a run has buckets of its own")
+@pytest.mark.parametrize(
+    ("strategy", "layout"),
+    [("4 bits", "2"), ("inter onebit rms", "2x2"), ("inter rank 2", "1+1"), ("inter adam", "1+1")],
+)
+def test_a_state_that_is_loaded_and_saved_has_all_that_it_had(strategy: str, layout: str) -> None:
+    for whole, resumed in run_on(layout, load_and_save, strategy):
+        assert whole == resumed
+
+
+class Alternating(nn.Module):
+    """Layers of two dtypes in turn: DDP fills two buckets at the same time."""
+
+    def __init__(self, first: torch.dtype) -> None:
+        super().__init__()
+        other = torch.bfloat16 if first == torch.float32 else torch.float32
+        dtypes = [first, other, other, first, other, first, first]
+        self.layers = nn.ModuleList(nn.Linear(40, 40, dtype=dtype) for dtype in dtypes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x.to(next(layer.parameters()).dtype)))
+        return x.float()
+
+
+def resume_dtypes(
+    rank: int, world_size: int, aggregator: commopt.Aggregator, first: torch.dtype, cap: float, options: dict[str, Any]
+) -> tuple[bool, list[list[str]]]:
+    def made() -> tuple[nn.Module, TorchDDP, commopt.HookState, torch.optim.Optimizer]:
+        torch.manual_seed(1)
+        module = Alternating(first)
+        ddp = TorchDDP(module, bucket_cap_mb=cap, **options)
+        return module, ddp, commopt.attach(ddp, aggregator), torch.optim.SGD(module.parameters(), lr=0.1)
+
+    def train(ddp: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+        for step in steps:
+            x = torch.randn(4, 40, generator=torch.Generator().manual_seed(10 * step + rank))
+            optimizer.zero_grad()
+            ddp(x).square().sum().backward()
+            optimizer.step()
+
+    module, ddp, state, optimizer = made()
+    train(ddp, optimizer, range(4))
+    model, saved = copy.deepcopy(module.state_dict()), state.state_dict()
+    train(ddp, optimizer, range(4, 8))
+    resumed, ddp, state, optimizer = made()
+    resumed.load_state_dict(model)
+    state.load_state_dict(saved)
+    train(ddp, optimizer, range(4, 8))
+    pairs = zip(module.parameters(), resumed.parameters(), strict=True)
+    buckets = [[piece[0] for piece in bucket] for bucket in saved["buckets"]]
+    return all(torch.equal(one, other) for one, other in pairs), buckets
+
+
+@pytest.mark.skipif(not BUCKETS_CAN_BE_GIVEN, reason="before torch 2.12 the first step of a run has buckets of its own")
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=["default", "unused"])
+@pytest.mark.parametrize("first", [torch.float32, torch.bfloat16], ids=str)
+def test_resuming_changes_no_bit_of_models_of_several_dtypes(first: torch.dtype, options: dict[str, Any]) -> None:
+    aggregators = (commopt.Compressed(commopt.Quantize(4)), commopt.Compressed(commopt.OneBit()))
+    for aggregator, cap in zip((*aggregators, *aggregators), (0.01, 0.01, 0.004, 25.0), strict=True):
+        for same, buckets in run(resume_dtypes, 2, aggregator, first, cap, options):
+            assert len(buckets) > (1 if cap == 25 else 2)
+            assert same, (aggregator, cap)
 
 
 @pytest.mark.parametrize(

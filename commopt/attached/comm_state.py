@@ -288,10 +288,11 @@ class CommState:
         """Go on where `saved` was taken: one rank's state_dict(), a gathered or a merged one; collective.
 
         In the same world every bit is as if training had never stopped, if DDP had settled its buckets when the state
-        was saved (after two steps; three with static_graph) and makes the same ones, or can be given them (torch 2.12),
-        whatever `plan` is. A strategy that a plan chose is followed with "adaptive" only. In another world, for which
-        the gathered form or commopt.merged_state() is needed, each rank starts with an equal part of the sum of all
-        residuals.
+        was saved (after two steps) and makes the same ones, as with find_unused_parameters, or can be given them: with
+        torch 2.12, whatever `plan` is, but not with static_graph, mixed_precision or frozen parameters, and those of
+        several dtypes only if DDP had made them by the caps that it has now. A strategy that a plan chose is followed
+        with "adaptive" only. In another world, for which the gathered form or commopt.merged_state() is needed, each
+        rank starts with an equal part of the sum of all residuals.
         Raises ConfigurationError when what any rank was given is damaged or does not fit, naming what, and
         MismatchError when ranks load different checkpoints; on every rank, and nothing has changed then.
         """

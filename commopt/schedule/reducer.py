@@ -15,7 +15,7 @@ import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, permutations
 from typing import Any
 
 import torch
@@ -61,7 +61,12 @@ class ReducerBuckets:
             return "the hook does not know its DDP model; use commopt.attach"
         if not self.sees_forwards:
             return "no forward of the DDP model is seen, as where it is compiled from outside; compile the module in it"
-        return why_not(ddp, self._parameters)
+        return why_not(ddp, self._parameters, self._wanted_parameters())
+
+    def _wanted_parameters(self) -> list[list[Tensor]]:
+        """Return the parameters of each bucket that is wanted, none where names are unknown here."""
+        known = set(chain.from_iterable(self.wanted)) == self._parameters.keys()
+        return [[self._parameters[name] for name in group] for group in self.wanted] if known else []
 
     def say_why_not(self) -> str:
         """Return why DDP's own buckets stay, "" if they do not, and log it once."""
@@ -92,14 +97,14 @@ class ReducerBuckets:
         if set(chain.from_iterable(self.wanted)) != self._parameters.keys():  # a checkpoint's, of another model
             self.wanted = ()
         elif ddp is not None and self.can_change(shown):
-            rebuild(ddp, [[self._parameters[name] for name in group] for group in self.wanted])
+            rebuild(ddp, self._wanted_parameters())
             self.wanted = ()
 
 
-def why_not(ddp: TorchDDP, parameters: Mapping[str, Tensor]) -> str:
+def why_not(ddp: TorchDDP, parameters: Mapping[str, Tensor], wanted: Sequence[Sequence[Tensor]] = ()) -> str:
     """Return why `ddp` can never be given other buckets, "" if it can; alike on all ranks, and for good.
 
-    parameters: those whose gradients it averages.
+    parameters: those whose gradients it averages. wanted: the buckets, where they are known.
     """
     lacks = not all(hasattr(ddp, name) for name in _NEEDED) or not hasattr(dist, "_register_comm_hook")
     lacks = lacks or not all(hasattr(ddp.reducer, name) for name in _NEEDED_OF_REDUCER)
@@ -111,7 +116,7 @@ def why_not(ddp: TorchDDP, parameters: Mapping[str, Tensor]) -> str:
         return "DDP was made with static_graph, mixed_precision or the Python reducer"
     if ddp._join_config.enable:  # in it a rank without data makes no forward, which is when buckets change
         return "DDP.join() was used, and torch keeps its flag afterwards"
-    if len({(parameter.dtype, parameter.device) for parameter in parameters.values()}) > 1:
+    if len(set(map(_kind, parameters.values()))) > 1 and not (wanted and order_for(ddp, wanted)):
         return "parameters have several dtypes or devices, whose buckets interleave"
     return ""
 
@@ -130,6 +135,8 @@ def rebuild(ddp: TorchDDP, buckets: Sequence[Sequence[Tensor]]) -> None:
     in_order = buckets if not ddp.find_unused_parameters else buckets[::-1]
     caps = tuple(sum(parameter.nbytes for parameter in bucket) for bucket in in_order)
     ordered = list(chain.from_iterable(in_order))
+    if len(set(map(_kind, ordered))) > 1:
+        caps, ordered = ddp._bucket_config.per_bucket_bytes_caps, order_for(ddp, buckets)
     sparse = dict(zip(*ddp._build_params_for_reducer(), strict=True))
     names = ddp._build_debug_param_to_name_mapping(ordered)
     before = ddp._bucket_config
@@ -147,6 +154,32 @@ def rebuild(ddp: TorchDDP, buckets: Sequence[Sequence[Tensor]]) -> None:
     for hook, state in ddp._comm_hooks:
         ddp.logger._set_comm_hook_name(hook.__qualname__)  # by which a second registration is refused
         dist._register_comm_hook(ddp.reducer, state, hook)
+
+
+def _kind(parameter: Tensor) -> tuple[torch.dtype, torch.device]:
+    return parameter.dtype, parameter.device
+
+
+def order_for(ddp: TorchDDP, buckets: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Return an order of parameters of several dtypes in which `ddp`, by its own caps, makes `buckets`; [] for none.
+
+    Each dtype fills a bucket of its own meanwhile, so caps of their own cannot be given. But buckets that DDP has made
+    come back: it looks at the order within each dtype and, where buckets are left half full, at which dtype came first.
+    """
+    if ddp.find_unused_parameters:  # then it makes them by another rule, the same in every run
+        return []
+    config, ordered = ddp._bucket_config, list(chain.from_iterable(buckets))
+    limits = list(config.per_bucket_bytes_caps) or [config.first_bucket_bytes_cap, config.bucket_bytes_cap]
+    firsts = {_kind(parameter): parameter for parameter in reversed(ordered)}
+    for chosen in permutations(firsts.values()):
+        begin = set(map(id, chosen))
+        for order in ([*chosen, *(each for each in ordered if id(each) not in begin)], ordered):
+            made, _ = dist._compute_bucket_assignment_by_size(
+                order, limits, [False] * len(order), list(range(len(order)))
+            )
+            if [[id(order[place]) for place in bucket] for bucket in made] == [list(map(id, each)) for each in buckets]:
+                return order
+    return []
 
 
 class _Alone(dist.ProcessGroup):
