@@ -19,6 +19,7 @@ from commopt.compress import Compressor, Encoding
 from commopt.feedback.parameter_buckets import fragments_of
 from commopt.groups import Team
 from tests.hook_training import Tower, batch_of, digest_of, loss_of, seeded
+from tests.plan_changes import heard
 from tests.ranks import run
 from tests.test_wire_bytes import counting
 
@@ -201,9 +202,12 @@ EVERYTHING = LocalSGD(
 )
 
 
-def resume(rank: int, world_size: int, average: LocalSGD, stop_after: int) -> tuple[str, str]:
+def resume(rank: int, world_size: int, average: LocalSGD, stop_after: int, looks: bool = False) -> tuple[str, str]:
+    """looks: whether there is another forward before the state is taken, in which a round may come and end."""
     module, ddp, state, optimizer = attached(average)
     train(ddp, optimizer, rank, range(stop_after))
+    if looks:
+        loss_of(ddp, batch_of(rank, STEPS))
     saved = {"model": module.state_dict(), "optimizer": optimizer.state_dict(), "comm": state.state_dict()}
     torch.save(saved, file := io.BytesIO())
     train(ddp, optimizer, rank, range(stop_after, STEPS))
@@ -220,6 +224,38 @@ def resume(rank: int, world_size: int, average: LocalSGD, stop_after: int) -> tu
 def test_resuming_in_the_middle_of_a_period_changes_no_bit(stop_after: int, nodes: Sequence[int]) -> None:
     for went_on, resumed in run(resume, sum(nodes), EVERYTHING, stop_after, nodes=nodes):
         assert went_on == resumed
+
+
+@pytest.mark.parametrize("stop_after", [4, 5, 6])
+def test_a_round_before_the_state_was_taken_does_not_come_again(stop_after: int) -> None:
+    for average in (EVERYTHING, LocalSGD(period=4, outer=NESTEROV)):
+        for went_on, resumed in run(resume, 2, average, stop_after, True, nodes=(1, 1)):
+            assert went_on == resumed
+
+
+def begin_apart(rank: int, world_size: int, average: LocalSGD) -> tuple[list[str], list[str]]:
+    """Return digests of the parameters as the rounds begin and after each, and the warnings."""
+    torch.manual_seed(rank)
+    ddp = TorchDDP(Tower(), init_sync=False)
+    with heard() as messages:
+        commopt.attach(ddp, average)
+        optimizer, digests = torch.optim.SGD(ddp.parameters(), 0.001), []
+        for step in range(5):
+            optimizer.zero_grad()
+            loss = loss_of(ddp, batch_of(rank, step))
+            digests.append(digest_of(ddp.module))
+            loss.backward()
+            optimizer.step()
+    return digests, [message for _, message in messages if "as the rounds" in message]
+
+
+@pytest.mark.parametrize("average", [LocalSGD(2, outer=NESTEROV), LocalSGD(2, compressor=OneBit())], ids=str)
+def test_nodes_that_begin_apart_agree_all_the_same_and_are_told_of(average: LocalSGD) -> None:
+    one, other = run(begin_apart, 2, average, nodes=(1, 1))
+    assert [a == b for a, b in zip(one[0], other[0], strict=True)] == [True, False, True, False, True]
+    assert one[1] == other[1]
+    assert len(one[1]) == 1
+    assert "rank 1 holds other parameters than rank 0" in one[1][0]
 
 
 def test_resuming_changes_no_bit_of_low_rank_factors() -> None:

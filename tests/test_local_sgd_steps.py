@@ -17,7 +17,7 @@ from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimiz
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
-from commopt import ConfigurationError, LocalSGD
+from commopt import CommoptError, ConfigurationError, LocalSGD
 from tests.hook_training import Tower, batch_of, digest_of, loss_of, seeded
 from tests.plan_changes import heard
 from tests.ranks import run
@@ -188,6 +188,46 @@ def test_an_optimizer_that_communicates_is_refused_by_name_in_its_first_step(nam
     for message in run(step_once, 2, name, nodes=(1, 1)):
         assert message.startswith("SGD steps in backward" if name == "in backward" else f"{name} communicates")
         assert "LocalSGD(period=2)" in message
+
+
+def train_what_no_round_averages(rank: int, world_size: int, kind: str, average: LocalSGD) -> str:
+    module = seeded(Tower)
+    assert isinstance(module, Tower)
+    ddp = TorchDDP(module, find_unused_parameters=True)
+    first = module.layers[0]
+    first.requires_grad_(kind == "on one rank" and rank == 0)
+    if kind == "another module":
+        first.requires_grad_(True)
+        ddp.register_comm_hook(commopt.HookState(average, module=seeded(Tower)), commopt.hook)
+    else:
+        commopt.attach(ddp, average)
+    optimizer = sgd(ddp)
+
+    def trained() -> None:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(ddp, batch_of(rank, step)).backward()
+            optimizer.step()
+            if kind == "thawed":
+                first.requires_grad_(True)
+
+    with pytest.raises(CommoptError) as info:
+        trained()
+    return f"{type(info.value).__name__}: {info.value}"
+
+
+@pytest.mark.parametrize("average", [LocalSGD(PERIOD), LocalSGD(PERIOD, compressor=commopt.OneBit())], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        ("thawed", "ConfigurationError: parameter 'layers.0.weight' (2 in all) is trained, and was frozen at attach"),
+        ("another module", "ConfigurationError: parameter 'parameter "),
+        ("on one rank", "20800 elements of 10 tensors"),
+    ],
+)
+def test_nodes_that_would_part_without_a_word_are_stopped(kind: str, named: str, average: LocalSGD) -> None:
+    for message in run(train_what_no_round_averages, 2, kind, average, nodes=(1, 1), timeout_s=30.0):
+        assert named in message
 
 
 def share_inside_the_node(rank: int, world_size: int) -> int:

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import commopt
 from commopt.hooks.presets import LOCAL_PRESETS, PRESETS
 from tests.catalogue import run_on
+from tests.ranks import run
 
 SHAPES = {"rows": (48, 40), "columns": (40, 48), "elements": (56, 40), "nothing": (64, 24), "matrix": (40, 40)}
 STEPS = 12
@@ -167,21 +168,27 @@ def test_it_stays_zero_through_servers_leaders_scalers_and_rounding(
 
 def train_locally(rank: int, world_size: int, preset: str) -> int:
     """Return how many parameters that nobody touches are moved by rounds of a LocalSGD, without weight decay."""
-    ddp = TorchDDP(Given(torch.float32))
-    comm = commopt.attach(ddp, preset, period=2, fragments=1)
+    model = Given(torch.float32)
+    for parameter in model.parameters():  # of any number: a third of it is rounded
+        nn.init.normal_(parameter, generator=torch.Generator().manual_seed(1))
+    before = {name: parameter.detach().clone() for name, parameter in model.parts.items()}
+    ddp = TorchDDP(model)
+    commopt.attach(ddp, preset, period=2, fragments=1)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     for step in range(FROM - 1):
         optimizer.zero_grad()
         ddp(gradients(rank, step, torch.float32)).backward()
         optimizer.step()
-    comm.average_parameters()
+    ddp(gradients(rank, FROM, torch.float32))  # the last round
     parts: Any = ddp.module.parts
-    return sum(int((parts[name].detach()[~may] != 1).sum()) for name, may in touched(0).items())
+    moved = {name: parts[name].detach() != values for name, values in before.items()}
+    return sum(int(moved[name][~may].sum()) for name, may in touched(0).items())
 
 
+@pytest.mark.parametrize("nodes", [(1, 1), (1, 1, 1), (2, 2, 2), (3, 3)], ids=str)
 @pytest.mark.parametrize("preset", list(LOCAL_PRESETS))
-def test_rounds_of_local_sgd_move_nothing_that_nobody_touches(preset: str) -> None:
-    assert run_on("1+1", train_locally, preset) == [0, 0]
+def test_rounds_of_local_sgd_move_nothing_that_nobody_touches(preset: str, nodes: tuple[int, ...]) -> None:
+    assert not any(run(train_locally, sum(nodes), preset, nodes=nodes))
 
 
 def train_sharded(rank: int, world_size: int, preset: str, over_all: bool) -> int:

@@ -38,7 +38,8 @@ class LocalSGD(Aggregator):
         a_k = decay e_k + theta - theta_k;  e_k = a_k - D(C(a_k));  theta = outer(theta, mean_k D(C(a_k)))
         theta_k = merge theta + (1 - merge) theta_k
 
-    By default that is the mean of the parameters, and neither theta nor e_k is kept.
+    By default that is the mean of the parameters, and neither theta nor e_k is kept. A parameter that is frozen later
+    still travels: outer momentum and e_k go on in it until they are used up (docs/periodic.md).
 
     period: optimizer steps between two rounds.
     start_step: the steps before it average gradients over all ranks.

@@ -75,7 +75,8 @@ class Deltas(Aggregator):
         share = scale if context.share is None else context.share * context.weight
         if context.weight == 0:  # nothing was learned here
             share = 0.0
-        buffer.mul_(-scale).add_(anchor, alpha=share)
+        # Not `alpha=`, which fuses two roundings into one: the delta of what nobody has changed is to be exactly zero.
+        buffer.mul_(-scale).add_(torch.mul(anchor, share, out=agreed))
         self.inner.all_reduce(buffer, team, 1.0, context)
         moments = context.moment(MOMENTUM_BUFFER, buffer.device) if self.outer.momentum else ()
         self.outer.step(anchor, buffer, agreed, *moments)

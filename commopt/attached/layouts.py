@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from glob import escape
@@ -39,6 +39,9 @@ class Layouts:
         self.numels: dict[str, int] = {}
         self.parameters: dict[str, Tensor] = {}
         self._names: dict[int, str] = {}
+        self._frozen: dict[
+            int, str
+        ] = {}  # names of what DDP may show all the same, if it was frozen after DDP was made
         self._called: dict[str, str | None] = {}  # by any name in the module; None where DDP averages nothing
         self._numbers = count()
         self._known: dict[tuple[int, ...], Layout] = {}
@@ -49,6 +52,8 @@ class Layouts:
                 name = ".".join(part for part in full_name.split(".") if part != _COMPILED)
                 if parameter.requires_grad and parameter not in ignored and id(parameter) not in self._names:
                     self._name(parameter, name)
+                elif not parameter.requires_grad:
+                    self._frozen.setdefault(id(parameter), name)
                 self._called[name] = self._called[full_name] = self._names.get(id(parameter))
 
     def of(self, bucket: dist.GradBucket) -> Layout:
@@ -97,6 +102,13 @@ class Layouts:
                 near = get_close_matches(pattern, self._called, cutoff=0.4) or list(self._called)[:3]
                 _log.warning("dense=%r matches no parameter; there are for example %s", pattern, ", ".join(near))
 
+    def leave_out(self, parameters: Iterable[Tensor]) -> None:
+        """Forget parameters that are averaged by others."""
+        for parameter in parameters:
+            name = self._names.pop(id(parameter), None)
+            if name is not None:
+                del self.parameters[name], self.numels[name]
+
     def expect(self, numels: Mapping[str, int]) -> None:
         """Note the parameters of a checkpoint, for when the model shows its own."""
         self._expected = numels
@@ -110,7 +122,7 @@ class Layouts:
     def _describe(self, bucket: dist.GradBucket, parameters: Sequence[Tensor]) -> Layout:
         for parameter in parameters:
             if id(parameter) not in self._names:
-                self._name(parameter, f"parameter {next(self._numbers)}")
+                self._name(parameter, self._frozen.get(id(parameter)) or f"parameter {next(self._numbers)}")
         layout = Layout.of_gradients({self._names[id(parameter)]: parameter for parameter in parameters})
         if layout.numel != bucket.buffer().numel():
             raise CommoptError(

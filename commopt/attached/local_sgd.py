@@ -20,7 +20,7 @@ from commopt.attached.rounds import Flight, Rounds, Underway, digest_of, factor_
 from commopt.attached.snapshot import Copy, StepBoundary
 from commopt.errors import ConfigurationError
 from commopt.feedback import Layout, Piece, ResidualStore
-from commopt.feedback.checkpoint import field, refuse, required
+from commopt.feedback.checkpoint import field, refuse, required, whole
 from commopt.feedback.parameter_buckets import Named, ParameterBucket, fragments_of, parameter_buckets
 from commopt.lanes import Agreement, LaneClient
 from commopt.schedule import reducer
@@ -42,6 +42,7 @@ class ParameterAverages:
     store: keeps residuals, and the parameters that nodes have agreed on.
     client: this rank among those that have the same parts, None before it has joined them.
     before_write: called before the parameters get other values.
+    nodes_agree: returns whether all ranks of a node hold the same; in DDP's join() they may not.
     sent: counts the payload.
     times: how often the parameters were averaged.
     """
@@ -57,6 +58,7 @@ class ParameterAverages:
         boundary: StepBoundary,
         pieces: Mapping[str, Piece] | None = None,
         before_write: Callable[[], None] = lambda: None,
+        nodes_agree: Callable[[], bool] = lambda: True,
     ) -> None:
         self.sent = SentBytes()
         self.times = 0
@@ -81,6 +83,7 @@ class ParameterAverages:
         self._layouts: dict[Layout, Layout] = {}
         self._turn = -1  # the steps before the last one
         self._before_write = before_write
+        self._nodes_agree = nodes_agree
         self._weights: list[float] | None = (
             None  # of this node since each fragment's round; None while nobody gives any
         )
@@ -129,10 +132,12 @@ class ParameterAverages:
                 f"{average} averages parameters and does not know the model; use commopt.attach(ddp, ...), or "
                 f"HookState(aggregator, module=ddp.module)"
             )
-        if client is None or self._turn == steps:
+        if client is None:
             return
         if self._left_as is not None and client.team.node_count > 1:
             self._compare_with_state(client)
+        if self._turn == steps:
+            return
         begins = not self._anchored and steps >= average.start_step
         leave, land = average.due(steps), average.due(steps - average.delay)
         if not (begins or leave or land):
@@ -151,10 +156,11 @@ class ParameterAverages:
         if begins or leave:
             self._averaged_at = None
             number = average.round_after(steps)
-            call = f"round {number} of the parameters, after {steps} optimizer steps"
+            call = f"round {number} of the parameters, after {steps} optimizer steps, {self._numel_in_words()}"
             weights = None if self._weights is None else [self._weights[each] for each in leave]
-            agreement = self._agree_on(client, call, weights) if leave else client.agree(call)
+            agreement = self._agree_on(client, call, weights, begins=begins)
             if begins:
+                self._begin_alike(client, agreement)
                 self._drop_anchor(client, agreement)
             for place, fragment in enumerate(leave):
                 weight = None if weights is None else partial(factor_of_node, client, agreement, place)
@@ -179,33 +185,61 @@ class ParameterAverages:
         """
         if client.team.node_count == 1:
             return
-        agreement = client.agree(call)
+        agreement = client.agree(f"{call}, {self._numel_in_words()}")
         agreement.wait()
         with self._boundary.inside(call):
             for fragment in list(self._underway):
                 self._land(fragment)
-            flights = [
-                self._send(client, bucket, self._average.exact, 0, agreement, adds=False)
-                for bucket in parameter_buckets({**self._read(), **self._buffers()}, self._pieces)
-            ]
-            self._before_write()
-            for flight in flights:
-                flight.bucket.put(flight.end())
+            self._take_mean(client, agreement)
         self.times += 1
         self._averaged_at = self.steps
 
+    def _take_mean(self, client: LaneClient, agreement: Agreement) -> None:
+        """Give all ranks the exact mean of what they hold."""
+        flights = [
+            self._send(client, bucket, self._average.exact, 0, agreement, adds=False)
+            for bucket in parameter_buckets({**self._read(), **self._buffers()}, self._pieces)
+        ]
+        self._before_write()
+        for flight in flights:
+            flight.bucket.put(flight.end())
+
+    def _numel_in_words(self) -> str:
+        """Return what travels, for the name of a call: messages of ranks with other parameters would not fit."""
+        named = {**self._read(), **self._buffers()}
+        return f"{sum(each.numel() for each in named.values())} elements of {len(named)} tensors"
+
     # ------------------------------------------------------------------------------------- looking at others
 
-    def _agree_on(self, client: LaneClient, call: str, weights: list[float] | None) -> Agreement:
+    def _agree_on(self, client: LaneClient, call: str, weights: list[float] | None, *, begins: bool) -> Agreement:
         """Let all ranks find out whether they are at the same round, and the weights of its fragments.
 
-        The first time also what they hold.
+        As rounds begin, and in the first one, also what they hold.
         """
-        if self._looked:
+        if self._looked and not begins:
             return client.agree(call, weights=weights)
-        self._looked = True
-        self._first_round = client.agree(call, parameters=digest_of(self._read()), weights=weights)
-        return self._first_round
+        agreement = client.agree(call, parameters=digest_of(self._read()), weights=weights)
+        if not begins:
+            self._looked, self._first_round = True, agreement
+        return agreement
+
+    def _begin_alike(self, client: LaneClient, agreement: Agreement) -> None:
+        """Let all ranks go on from their mean, and warn, when they do not hold the same as the rounds begin.
+
+        What nodes agree on would else be different on each, and deltas to it would never bring them together.
+        """
+        held = [answer["parameters"] for answer in agreement.wait()]
+        others = [rank for rank, each in zip(client.team.ranks, held, strict=True) if each != held[0]]
+        if others:
+            if client.team.rank == 0 or client.membership.global_rank in others:
+                _log.warning(
+                    "rank %s holds other parameters than rank %d as the rounds of %s begin, so all go on from the mean "
+                    "over the ranks; seed all ranks alike, or load the same checkpoint on each",
+                    ", ".join(map(str, others)),
+                    client.team.ranks[0],
+                    self._average,
+                )
+            self._take_mean(client, agreement)
 
     def _look_at_first_round(self) -> None:
         """Warn when nodes hold the same though they were to learn by themselves."""
@@ -244,11 +278,10 @@ class ParameterAverages:
         flights = []
         for fragment in range(average.fragments):
             for bucket in parameter_buckets(self._tensors(fragment), self._pieces):
-                values = bucket.values(copy=True)
-                if alone is not None and alone.rank > 0:  # the sum over a node is to be what one rank holds, exactly
-                    values.zero_()
-                flight = Flight(bucket, values, adds=False, agreement=agreement)
-                flights.append(self._submit(client, flight, by, 0, 1.0))
+                flight = Flight(bucket, bucket.values(copy=True), adds=False, agreement=agreement)
+                # The sum over a node is to be what one rank holds, exactly.
+                silent = alone is not None and alone.rank > 0
+                flights.append(self._submit(client, flight, by, 0, 1.0, silent=silent))
         for flight in flights:
             flight.end()
         self._anchored = True
@@ -268,8 +301,11 @@ class ParameterAverages:
             adds = average.delay > 0 or average.merge < 1
         # A copy even of a parameter that travels alone: where the round fails, the model is as it was.
         flight = Flight(bucket, bucket.values(copy=True), adds, agreement)
-        # Over all ranks though those of a node agree: in DDP's join() they may not, and inside a node it is cheap.
-        return self._submit(client, flight, by, number, 1.0 / client.team.size, weight)
+        alone, ranks = client.team.intra, client.team.size
+        if by.residual_paths and alone is not None and self._nodes_agree():
+            # From one rank: a sum of equals may be rounded, and the delta of what nobody has changed is to be zero.
+            return self._submit(client, flight, by, number, alone.size / ranks, weight, silent=alone.rank > 0)
+        return self._submit(client, flight, by, number, 1.0 / ranks, weight)
 
     def _submit(
         self,
@@ -279,13 +315,17 @@ class ParameterAverages:
         number: int,
         scale: float,
         weight: Callable[[], float] | None = None,
+        *,
+        silent: bool = False,
     ) -> Flight:
-        """Queue the message of a flight, of round `number` of its bucket."""
+        """Queue the message of a flight, of round `number` of its bucket. silent: this rank adds zeros to it."""
         values, agreement = flight.values, flight.agreement
         assert agreement is not None  # nothing is sent without one
         layout = flight.bucket.layout
         layout = self._layouts.setdefault(layout, layout)  # one object for all rounds
         base = values.clone() if flight.adds else None
+        if silent:
+            values.zero_()
         step = Step(number, self._store if by.residual_paths else None, weight=weight)
         title = "average of the parameters"
         reduction = Reduction(values, layout, step, by, client.team, title=title, scale=scale, base=base)
@@ -333,12 +373,13 @@ class ParameterAverages:
         """Return what reads, behind what was sent, all that a checkpoint holds beside the store.
 
         Whether that has what was agreed on, and what is under way: by name, what is to be added when the round is over.
-        Also the optimizer steps, and a digest of the parameters.
+        Also the optimizer steps, those before the last turn, and a digest of the parameters.
         """
         self.optimizer_steps.update()
         flights = [flight for flights in self._underway.values() for flight in flights]
         differ = self.client is not None and self.client.team.node_count > 1
         counted = {"steps": self.steps, "parameters": digest_of(self._read()) if differ else ""}
+        counted["turn"] = None if self._turn < 0 else self._turn
         weights = None if self._weights is None else list(self._weights)
         anchored = self._anchored
 
@@ -365,7 +406,8 @@ class ParameterAverages:
             refuse("a name in rounds['underway']", next(iter(values)), "one of the model's")
         left_as = required(saved.get("parameters", ""), str, "rounds['parameters']")
         weights = weights_from(saved.get("weights"), self._average.fragments)
-        return anchored or not self._average.parameters.residual_paths, underway, left_as, weights
+        turn = -1 if saved.get("turn") is None else whole(saved["turn"], "rounds['turn']")
+        return anchored or not self._average.parameters.residual_paths, underway, left_as, weights, turn
 
     def resume(self, steps: int, store: ResidualStore, rounds: Rounds | None) -> None:
         """Resume after `steps` optimizer steps: the parameters are a checkpoint's now, or will be at the next forward.
@@ -373,11 +415,10 @@ class ParameterAverages:
         rounds: None for one of another world. There nodes agree on the parameters as they are then.
         """
         self.optimizer_steps.resume(steps)
-        self._turn = -1
         self._store = store
         self._averaged_at = None
-        unanchored = not self._average.parameters.residual_paths
-        self._anchored, self._underway, self._left_as, self._weights = rounds or (unanchored, {}, None, None)
+        new: Rounds = (not self._average.parameters.residual_paths, {}, None, None, -1)
+        self._anchored, self._underway, self._left_as, self._weights, self._turn = rounds or new
 
 
 def _require_float32_holds(average: LocalSGD, parameters: Named) -> None:

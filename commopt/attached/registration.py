@@ -315,7 +315,7 @@ class Registration:
         if self.averages is None or "rounds" not in part:
             return None, None
         rounds = self.averages.read(required(part["rounds"], dict, "rounds"))
-        return rounds, (rounds[0], list(rounds[1]))
+        return rounds, (rounds[0], list(rounds[1]), rounds[4])
 
     def optimizer_steps_of(self, part: Mapping[str, Any]) -> int:
         """Return after how many optimizer steps a part was saved; without a LocalSGD nobody counts them.

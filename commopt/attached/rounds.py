@@ -44,8 +44,9 @@ class Flight:
 
 
 Underway = dict[int, list[Flight]]  # by fragment
-Rounds = tuple[bool, Underway, str, list[float] | None]
-"""What a checkpoint has: whether nodes have agreed, what is under way, the digest of parameters, fragments' weights."""
+Rounds = tuple[bool, Underway, str | None, list[float] | None, int]
+"""What a checkpoint has: whether nodes have agreed, what is under way, the digest of parameters, fragments' weights,
+and the optimizer steps before the last turn, -1 for none."""
 
 
 def factor_of_node(client: LaneClient, agreement: Agreement, place: int) -> float:

@@ -56,8 +56,9 @@ class DDPRegistration(Registration):
         self.controller = Controller(self.recorder, self.layouts.parameters)
         self.decided_by: str | None = None
         self.exact_sample: ExactSample | None = None
+        parameters = self._averaged = dict(self.parameters)  # by a LocalSGD
         if isinstance(aggregator, LocalSGD):
-            parameters, found = dict(self.parameters), ref(self)
+            found = ref(self)
             self.averages = ParameterAverages(
                 aggregator,
                 module,
@@ -66,6 +67,7 @@ class DDPRegistration(Registration):
                 parameters,
                 lambda: getattr(found(), "scaler", None),
                 self.boundary,
+                nodes_agree=lambda: not _joins(found()),
             )
         # The gradients of a LocalSGD leave nothing for later, and `store` is for its parameters.
         self._gradient_store = None if self.averages is None else ResidualStore()
@@ -125,6 +127,7 @@ class DDPRegistration(Registration):
     def set_model(self, ddp: TorchDDP) -> None:
         """Take note of the model, whose buckets can then be made anew."""
         self._ddp = ref(ddp)
+        self.layouts.leave_out(getattr(ddp, "_delay_all_reduce_params", ()))
         self.controller.set_model(ddp)
 
     @property
@@ -202,6 +205,7 @@ class DDPRegistration(Registration):
         self._require_optimizer_step()
         if self.averages is not None:  # a rank without data, in DDP's join(), makes no forward before this
             self.averages.take_turn()
+            self._require_averaged()
         if self.joined is not None and self.joined.closed:
             self.joined.require_open("bucket")  # before anything counts
         self.boundary.begin("a backward")
@@ -226,6 +230,18 @@ class DDPRegistration(Registration):
         if self.exact_sample is not None and self.controller.changes != self._sampled_plan:
             self._sampled_plan = self.controller.changes
             self.exact_sample = ExactSample(first_step=steps)  # a new plan is judged by its own samples
+
+    def _require_averaged(self) -> None:
+        """Raise ConfigurationError where nodes would learn by themselves what no round averages."""
+        if len(self.parameters) == len(self._averaged):
+            return
+        late = [name for name, each in self.parameters.items() if each.requires_grad and name not in self._averaged]
+        if late:
+            raise ConfigurationError(
+                f"parameter {late[0]!r} ({len(late)} in all) is trained, and was frozen at attach, or is not in the "
+                f"module that HookState was given: {self.aggregator} would never average it between nodes; unfreeze "
+                f"before attach, and freeze again behind it"
+            )
 
     def _require_optimizer_step(self) -> None:
         """Check that an optimizer has stepped by the last averages; DDP averages accumulated gradients.
@@ -371,6 +387,12 @@ class DDPRegistration(Registration):
         self.controller.restart(steps, plan, tuned, buffers)
         self._sampled_plan = -1  # samples begin anew
         self.layouts.expect(numels)
+
+
+def _joins(registration: DDPRegistration | None) -> bool:
+    """Return whether ranks that have run out of data may follow others, in DDP's join(); with an unknown model True."""
+    ddp = None if registration is None else registration.model()
+    return ddp is None or ddp._join_config.enable
 
 
 def _module_of(registration: DDPRegistration | None) -> nn.Module | None:
