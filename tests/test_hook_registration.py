@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -123,3 +124,42 @@ def test_statistics_count_steps_buckets_and_bytes() -> None:
         assert mine["buckets"] >= 1 + 3 * 2, "the first step is one bucket, later ones have several"
     # 2 (N-1)/N of the gradient leaves each of two nodes
     assert sum(mine["inter_bytes"] for mine in stats) == 3 * 2 * numel * 4
+
+
+def refuse_what_skips_buckets(rank: int, world_size: int) -> str:
+    ddp = TorchDDP(seeded(Tower), find_unused_parameters=True, skip_all_reduce_unused_params=True)
+    with pytest.raises(ConfigurationError) as info:
+        commopt.attach(ddp, "flat")
+    return str(info.value)
+
+
+@pytest.mark.skipif("skip_all_reduce_unused_params" not in signature(TorchDDP).parameters, reason="torch 2.10")
+def test_buckets_that_ddp_skips_would_move_the_ends_of_steps() -> None:
+    (message,) = run(refuse_what_skips_buckets, 1)
+    assert "skip_all_reduce_unused_params=True" in message
+
+
+def delay_some(rank: int, world_size: int) -> tuple[str, list[float]]:
+    """Return what is said where DDP averages some gradients past the hook, and the mean magnitudes of the others."""
+    module = seeded(Tower)
+    (first, weight), (second, bias), *others = module.named_parameters()
+    delayed: dict[str, Any] = {
+        "delay_all_reduce_named_params": [(first, weight), (second, bias)],
+        "param_to_hook_all_reduce": bias,
+    }
+    ddp = TorchDDP(module, **delayed)
+    state = commopt.attach(ddp, "hierarchical_onebit", adam=True)
+    with pytest.raises(ConfigurationError) as info:
+        state.optimizer(ddp.parameters(), 0.001)
+    optimizer = state.optimizer([each for _, each in others], 0.001)
+    for step in range(2):
+        ddp.zero_grad()
+        loss_of(ddp, batch_of(rank, step)).backward()
+        optimizer.step()
+    return str(info.value), [float(each.grad.abs().mean()) for _, each in others if each.grad is not None]
+
+
+def test_gradients_that_ddp_averages_past_the_hook_are_no_directions() -> None:
+    for message, magnitudes in run(delay_some, 2, nodes=(1, 1)):
+        assert "2 of 12 parameters" in message
+        assert all(0.3 < each < 3 for each in magnitudes)

@@ -192,6 +192,11 @@ def _require_free(ddp: object) -> None:
     if not isinstance(ddp, TorchDDP):
         what = f"attach got a {type(ddp).__name__}, not a DistributedDataParallel model"
         raise ConfigurationError(f"{what}{_advice(ddp)}")
+    if getattr(ddp, "skip_all_reduce_unused_params", False):
+        raise ConfigurationError(
+            "DistributedDataParallel(skip_all_reduce_unused_params=True) calls the hook for some buckets only, and the "
+            "first and the last one tell commopt where a step begins and ends; leave it out"
+        )
     # Not `ddp._comm_hooks`: torch.load fills it in again, though the model it returns has no hook.
     if name := ddp._get_ddp_logging_data().get("comm_hook"):
         raise ConfigurationError(
