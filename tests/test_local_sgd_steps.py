@@ -230,6 +230,39 @@ def test_nodes_that_would_part_without_a_word_are_stopped(kind: str, named: str,
         assert named in message
 
 
+def freeze_on_the_way(rank: int, world_size: int, anew: bool) -> float:
+    """Return how far a layer moves once it is frozen."""
+    average = LocalSGD(PERIOD, outer=commopt.Outer(0.7, 0.9), compressor=commopt.OneBit())
+    module = seeded(Tower)
+    assert isinstance(module, Tower)
+    ddp, first = TorchDDP(module, find_unused_parameters=True), module.layers[0]
+    state, optimizer = commopt.attach(ddp, average), sgd(ddp)
+
+    def train(steps: range) -> None:
+        for step in steps:
+            optimizer.zero_grad()
+            loss_of(ddp, batch_of(rank, step)).backward()
+            optimizer.step()
+
+    train(range(4))
+    state.average_parameters()
+    first.requires_grad_(False)
+    before = digest_of(first), next(first.parameters()).detach().clone()
+    if anew:
+        state.close()
+        ddp = TorchDDP(module)
+        commopt.attach(ddp, average)
+    train(range(4, 12))
+    moved = float((next(first.parameters()).detach() - before[1]).abs().max())
+    assert (moved == 0) == (digest_of(first) == before[0])
+    return moved
+
+
+def test_a_layer_that_is_frozen_stands_still_once_it_is_attached_anew() -> None:
+    assert run(freeze_on_the_way, 3, True, nodes=(2, 1)) == [0.0] * 3
+    assert min(run(freeze_on_the_way, 2, False, nodes=(1, 1))) > 0  # as docs/periodic.md says
+
+
 def share_inside_the_node(rank: int, world_size: int) -> int:
     node = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     ddp = TorchDDP(seeded(Tower))
