@@ -39,9 +39,7 @@ class Layouts:
         self.numels: dict[str, int] = {}
         self.parameters: dict[str, Tensor] = {}
         self._names: dict[int, str] = {}
-        self._frozen: dict[
-            int, str
-        ] = {}  # names of what DDP may show all the same, if it was frozen after DDP was made
+        self._frozen: dict[int, str] = {}  # names; DDP shows them all the same, if they were frozen after it was made
         self._called: dict[str, str | None] = {}  # by any name in the module; None where DDP averages nothing
         self._numbers = count()
         self._known: dict[tuple[int, ...], Layout] = {}

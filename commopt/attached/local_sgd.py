@@ -84,9 +84,7 @@ class ParameterAverages:
         self._turn = -1  # the steps before the last one
         self._before_write = before_write
         self._nodes_agree = nodes_agree
-        self._weights: list[float] | None = (
-            None  # of this node since each fragment's round; None while nobody gives any
-        )
+        self._weights: list[float] | None = None  # of this node since each fragment's round; None: nobody gives any
         self._averaged_at: int | None = 0  # the steps after which all nodes have been given the same
         self._first_round: Agreement | None = None
         self._looked = False  # whether nodes were seen to learn by themselves

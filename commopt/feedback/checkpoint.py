@@ -64,10 +64,8 @@ def collect(store: ResidualStore, copy: Callable[[Tensor], Tensor]) -> dict[str,
             for path, known in store.divisions.items()
         }
         masks = [(path, pieces_of(layout), mask.state(copy)) for (path, layout), mask in store.untouched.items()]
-        for (
-            path,
-            layout,
-        ), touched in store.touched_before.items():  # of buffers that were not sent since it was loaded
+        # Those of buffers that were not sent since it was loaded.
+        for (path, layout), touched in store.touched_before.items():
             masks.append((path, pieces_of(layout), {"elements": copy((~touched).nonzero().view(-1))}))
         copied = {role: {key: copy(each) for key, each in by_range.items()} for role, by_range in residuals.items()}
         untouched = [list(each) for each in masks]  # those without elements, too: nothing is asked anew
