@@ -37,9 +37,13 @@ class _Version(argparse.Action):
 
         from commopt.kernels.loader import kernels_in_use
 
-        made = f" at {found}" if (found := revision()) else ""
+        made = f" at {known}" if (known := revision()) else ""
         print(f"commopt {__version__}{made}, torch {torch.__version__}, Python {platform.python_version()}")
-        for device, kernels in kernels_in_use().items():
+        try:
+            found = kernels_in_use()
+        except ConfigurationError as error:
+            parser.error(str(error))
+        for device, kernels in found.items():
             print(f"kernels on the {device}: {kernels}")
         parser.exit()
 

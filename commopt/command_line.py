@@ -131,7 +131,7 @@ def option_value(text: str) -> Any:
     """Return an option's value as a Python literal (8, True, ("a", "b")), otherwise the text itself."""
     try:
         return literal_eval(text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):  # TypeError: a set of lists
         return text
 
 

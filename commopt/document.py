@@ -141,6 +141,14 @@ def require_whole(value: object, least: int, what: str) -> None:
         raise ConfigurationError(f"{what} is {value!r}; it must be a whole number >= {least}")
 
 
+def require_flags(options: object, *names: str) -> None:
+    """Raise ConfigurationError unless these fields are True or False: the text "false" would count as true."""
+    for name in names:
+        value = getattr(options, name)
+        if not isinstance(value, bool):
+            raise ConfigurationError(f"{type(options).__name__}({name}={value!r}) must be True or False")
+
+
 def require_time(value: object, what: str) -> None:
     """Raise ConfigurationError unless `value` is a finite number of at least 0."""
     # NaN fails both comparisons.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -31,8 +31,13 @@ from commopt import (
     PowerSGD,
     UnsupportedTensorError,
 )
+from commopt.attached.replay import replay_wanted
+from commopt.groups.membership import checking
+from commopt.kernels.loader import kernels_wanted
+from commopt.server.scheduler import host_and_port
 from tests.ranks import run
 from tests.speed import limit
+from topology.cluster import read_host_identity
 
 WORLD = 4
 
@@ -172,6 +177,52 @@ def test_refused(name: str, refused: list[dict[str, Raised]]) -> None:
 # ------------------------------------------------------------------------------ no process group needed
 
 
+CONFIGURATIONS: tuple[Callable[..., object], ...] = (
+    *(commopt.Adam, commopt.Auto, Cast, partial(Compressed, compressor=Cast()), DGC, commopt.Feedback, Hierarchical),
+    *(commopt.LocalSGD, commopt.OneBit, commopt.Outer, commopt.ParameterServer, PowerSGD, commopt.Quantize),
+    commopt.Weights,
+)
+NO_VALUES: tuple[object, ...] = ("false", "x", [[1]], object())
+
+
+@pytest.mark.parametrize("make", CONFIGURATIONS)
+def test_a_value_of_another_type_is_refused_in_every_field(make: Callable[..., Any]) -> None:
+    """So nowhere does a command line's "false" count as true."""
+    for field in fields(make()):
+        for wrong in NO_VALUES:
+            if field.name == "address" and isinstance(wrong, str):
+                continue
+            refused = outcome(partial(make, **{field.name: wrong}))
+            assert refused.kind is ConfigurationError, f"{field.name}={wrong!r}: {refused}"
+
+
+@pytest.mark.parametrize("make", [commopt.Gathered, commopt.Checkpointed])
+def test_a_checkpoint_of_something_else_is_refused_before_training(make: Callable[[object], object]) -> None:
+    with pytest.raises(ConfigurationError, match=rf"{make.__name__}\(Linear\) needs the state that commopt.attach"):
+        make(nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("text", [3, None, ["flat"]])
+def test_a_preset_is_named_by_text(text: Any) -> None:
+    with pytest.raises(ConfigurationError, match="is no text; pass for example build_preset"):
+        commopt.build_preset(text)
+
+
+@pytest.mark.parametrize(
+    ("read", "variable"),
+    [(checking, "COMMOPT_CHECK"), (replay_wanted, "COMMOPT_REPLAY"), (kernels_wanted, "COMMOPT_KERNELS")],
+)
+def test_an_unknown_value_of_a_variable_is_refused(
+    read: Callable[[], object], variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for value in ("false", "yes", "2", " "):
+        monkeypatch.setenv(variable, value)
+        with pytest.raises(ConfigurationError, match=variable):
+            read()
+    monkeypatch.setenv(variable, "")
+    read()
+
+
 @pytest.mark.parametrize(
     ("make", "parts"),
     [
@@ -198,6 +249,13 @@ def test_refused_without_a_group(make: Callable[[], object], parts: tuple[str, .
         assert part in str(info.value)
 
 
+def test_a_superscript_is_no_number() -> None:
+    """Though `"\u00b2".isdigit()`."""
+    assert read_host_identity({"LOCAL_RANK": "\u00b2"}).local_rank is None
+    with pytest.raises(ConfigurationError, match="is not host:port"):
+        host_and_port("node0:\u00b2")
+
+
 # ------------------------------------------------------------------------------ environment
 
 
@@ -205,7 +263,7 @@ def make_communicator(rank: int, world_size: int) -> Raised:
     return outcome(Communicator)
 
 
-@pytest.mark.parametrize("value", ["3", "zwei", "0", "\u00b2"])
+@pytest.mark.parametrize("value", ["3", "zwei", "0", "\u00b2", "9" * 5000])
 def test_bad_ranks_per_node_in_the_environment(value: str) -> None:
     results = run(make_communicator, WORLD, env={"COMMOPT_RANKS_PER_NODE": value})
     assert_raised(results, ConfigurationError, value)

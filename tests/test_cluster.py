@@ -469,3 +469,6 @@ def test_a_script_that_is_not_there_is_named(
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     assert main(["cluster", "no_such_script.py"]) == 2
     assert "there is no file no_such_script.py; for a module put -m" in capsys.readouterr().err
+    for name in ("no_such_module", "commopt.no_such_module", ""):
+        assert main(["cluster", "-m", name]) == 2
+        assert f"there is no module {name!r}; for a file leave -m out" in capsys.readouterr().err

@@ -48,7 +48,7 @@ TEXTS = (
     *("stock", "lossless", "lossy", "ddp", "8G", "4K", "1T", "25gbps", "200GBps", "1gbit", "none", "5ms", "1..4"),
     *("4..1", "plan=ddp", "timeout=-1", "timeout=1e400", "ranks_per_node=0", "ranks_per_node=" + "9" * 400, "scaler=1"),
     *("=3", "links=nowhere.json", "record=5", "bits=8", "tuned=7", "float", "avg", "all_reduce", "resnet50", "gpt2"),
-    "a100",
+    *("a100", "-m", "quantized:block={[]}", "auto:allow=[[1]]", "hierarchical_bf16:lossless=false"),
 )
 RENDEZVOUS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
 ENVIRONMENTS: tuple[dict[str, str], ...] = (

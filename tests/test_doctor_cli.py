@@ -127,6 +127,12 @@ def test_the_exit_status_of_whole_machines(
         ["doctor", "--log"],
         ["doctor", "--budget", "20"],
         ["doctor", "--batch", "8", "--json"],
+        ["doctor", "--measure", "--root", "/no/such/folder"],
+        ["doctor", "--measure", "--flight", "record.json"],
+        ["doctor", "--measure", "--script"],
+        ["doctor", "--measure", "--script", "-m"],
+        ["doctor", "--script", "no_such_script.py"],
+        ["doctor", "--script", "-m", "no_such_module"],
     ],
 )
 def test_bad_input_is_one_line_and_a_status_of_its_own(

@@ -59,7 +59,7 @@ class Auto(Flat):
     def __post_init__(self) -> None:
         names = self.allow.split("+") if isinstance(self.allow, str) else self.allow
         known = (LOSSLESS, *families(), LOCAL)
-        if not isinstance(names, (tuple, list)) or not set(names) <= set(known):
+        if not isinstance(names, (tuple, list)) or not all(name in known for name in names):
             unknown = [name for name in names if name not in known] if isinstance(names, (tuple, list)) else []
             meant = did_you_mean(unknown[0], known) if unknown else ""
             raise ConfigurationError(

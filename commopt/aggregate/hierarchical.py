@@ -23,6 +23,7 @@ from commopt.aggregate.inside import Rows, check_inside, through_rows, usual_ins
 from commopt.aggregate.shards import Division, division, reshard, shard_memory, undivided
 from commopt.aggregate.sums import LinearAggregator, Sums
 from commopt.compress import KernelCost
+from commopt.document import require_flags
 from commopt.errors import ConfigurationError, did_you_mean
 from commopt.feedback import BufferContext, Layout, Spans
 from commopt.groups import Team, TeamShape, apply_scale
@@ -85,6 +86,7 @@ class Hierarchical(Aggregator):
                 f"Hierarchical(inter={self.inter!r}) would add up nodes before an aggregator that needs what each node "
                 f"made of its own; pass the inner aggregator's own inter"
             )
+        require_flags(self, "sites")
         if self.intra is not None:
             check_inside(self.intra, self.inter)
             if self.form is not None:

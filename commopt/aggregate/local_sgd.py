@@ -17,6 +17,7 @@ from commopt.aggregate.hierarchical import Hierarchical
 from commopt.aggregate.outer import Deltas, Outer
 from commopt.aggregate.powersgd import PowerSGD
 from commopt.compress import Compressor, KernelCost
+from commopt.document import require_flags
 from commopt.errors import ConfigurationError
 from commopt.feedback import BufferContext, Feedback
 from commopt.groups import Team, TeamShape, apply_scale
@@ -99,9 +100,7 @@ class LocalSGD(Aggregator):
                 f"LocalSGD(gradients={self.gradients!r}) would never send its residuals once gradients stay "
                 f"inside the nodes; use Hierarchical(), Flat(), or a compression with feedback=None"
             )
-        for name in ("buffers", "offload"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigurationError(f"LocalSGD({name}={getattr(self, name)!r}) must be True or False")
+        require_flags(self, "buffers", "offload")
         if self.offload and self.compressor is None and self.outer == Outer():
             raise ConfigurationError(
                 "LocalSGD(offload=True) keeps nothing between rounds that could be offloaded; leave offload, or add an "

@@ -13,6 +13,7 @@ from torch import Tensor
 from commopt.aggregate.base import Action, Aggregator, Buffer, WorkKind
 from commopt.compress import KernelCost
 from commopt.concise_repr import ConciseRepr
+from commopt.document import require_flags
 from commopt.errors import ConfigurationError
 from commopt.feedback import ANCHOR, MOMENTUM_BUFFER, BufferContext, Layout, Spans
 from commopt.groups import Team, TeamShape
@@ -36,8 +37,7 @@ class Outer(ConciseRepr):
             raise ConfigurationError(f"Outer(lr={self.lr!r}) must be a number above 0; 1.0 takes the mean of the nodes")
         if not _is_number(self.momentum) or not 0 <= self.momentum < 1:
             raise ConfigurationError(f"Outer(momentum={self.momentum!r}) must be at least 0 and below 1, as 0.9")
-        if not isinstance(self.nesterov, bool):
-            raise ConfigurationError(f"Outer(nesterov={self.nesterov!r}) must be True or False")
+        require_flags(self, "nesterov")
         if self.nesterov and self.momentum == 0:
             raise ConfigurationError("Outer(nesterov=True) needs a momentum above 0; add for example momentum=0.9")
 

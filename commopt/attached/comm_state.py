@@ -316,6 +316,7 @@ class Checkpointed:
     """
 
     def __init__(self, state: CommState, saved_world_size: int | None = None) -> None:
+        _require_state("Checkpointed", state)
         if saved_world_size is not None and (type(saved_world_size) is not int or saved_world_size < 1):
             raise ConfigurationError(
                 f"Checkpointed(saved_world_size={saved_world_size!r}) must be the number of ranks that wrote the "
@@ -363,6 +364,7 @@ class Gathered:
     """
 
     def __init__(self, state: CommState) -> None:
+        _require_state("Gathered", state)
         self._state = state
 
     def state_dict(self) -> dict[str, Any] | None:
@@ -374,6 +376,12 @@ class Gathered:
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on where the checkpoint was taken, as CommState.load_state_dict; collective."""
         self._state.load_state_dict(saved)
+
+
+def _require_state(whose: str, state: object) -> None:
+    """Raise ConfigurationError for another object now, and not when the first checkpoint is saved."""
+    if not isinstance(state, CommState):
+        raise ConfigurationError(f"{whose}({type(state).__name__}) needs the state that commopt.attach returned")
 
 
 def _warn_of_one_nodes_model(state: CommState) -> None:

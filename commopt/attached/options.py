@@ -21,6 +21,7 @@ from commopt.document import require_whole
 from commopt.errors import ConfigurationError
 from commopt.groups import require_site
 from commopt.groups.build import read_arguments, require_timeout
+from commopt.kernels.loader import kernels_wanted
 from commopt.schedule import Plan, Tuned
 from commopt.schedule.config import read_links, read_plan, read_tuned
 
@@ -196,6 +197,7 @@ class AttachOptions:
                 f"on_divergence={self.on_divergence!r} is not known; pass one of {', '.join(map(repr, ON_DIVERGENCE))}"
             )
         replay_wanted()
+        kernels_wanted()
         links, plan, tuned = read_links(self.links), read_plan(self.plan), read_tuned(self.tuned)
         if isinstance(plan, Plan) and tuned is not None:
             raise ConfigurationError("plan= and tuned= both say what to send; pass one of them")

@@ -33,7 +33,7 @@ from commopt.command_line import BAD_INPUT, number, refuse, whole
 from commopt.display import show_table
 from commopt.document import reason_of
 from commopt.errors import ConfigurationError
-from commopt.run.script import Choice, Script
+from commopt.run.script import Choice
 from commopt.server.secret import SECRET_VARIABLE
 
 SCRIPT = Path(__file__).with_name("train.py")
@@ -180,7 +180,11 @@ def campaign_of(options: argparse.Namespace) -> Campaign:
             f"--limit {campaign.limit_s:g} is not more than --timeout {campaign.timeout_s:g}, after which ranks notice "
             "at the latest; pass a longer one"
         )
-    Script(str(campaign.script)).require_there()
+    if options.script is SCRIPT and campaign.arguments and not campaign.arguments[0].startswith("-"):
+        word = campaign.arguments[0]
+        raise ConfigurationError(f"{word!r} is an argument for the script, and none is named; pass --script {word}")
+    if not campaign.script.is_file():
+        raise ConfigurationError(f"--script {options.script}: there is no such file; pass the path of a script")
     for setting in campaign.settings:
         if setting.startswith("timeout="):
             raise ConfigurationError(f"--option {setting} is what --timeout says; pass that")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 import os
 import shlex
@@ -336,6 +337,17 @@ def _stop(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
+def _has_module(name: str) -> bool:
+    """Return whether ranks will find a module, on sys.path or in the current folder."""
+    sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+    finally:
+        sys.path.pop(0)
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Run the script; return the exit status of the rank that failed first."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -343,6 +355,8 @@ def run(arguments: argparse.Namespace) -> int:
     command = [*(["-m"] if arguments.module else []), arguments.script, *arguments.arguments]
     if not arguments.module and not os.path.isfile(arguments.script):  # run_path would take any text for a path
         return refuse("commopt cluster", f"there is no file {arguments.script}; for a module put -m before its name")
+    if arguments.module and not _has_module(arguments.script):
+        return refuse("commopt cluster", f"there is no module {arguments.script!r}; for a file leave -m out")
     try:
         sites = EmulatedSites.of(arguments.sites, arguments.nodes, arguments.site_rate, arguments.tell_sites)
         with EmulatedCluster(

@@ -30,6 +30,7 @@ WATCH_S = 1.0
 
 CLOSING = f"To see what NCCL uses, run the job with\n{LOG_VARIABLES}\nthen: python -m commopt doctor --log nccl.*"
 EPILOG = f"""exit status: 0 nothing wrong, 1 warnings, 3 errors, {BAD_INPUT} bad input (one line on stderr).
+With --measure: 0 as it should be, 1 slower than it should be, {BAD_INPUT} could not measure, or bad input.
 The environment is always that of this process. NVML and versions are read on the live machine only.
 Under torchrun, srun or mpirun every rank examines its machine. Rank 0 compares and prints; only its status can
 differ from 0. It alone reads what --log names."""
@@ -58,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--json", action="store_true", help="print findings as JSON")
     parser.add_argument("--all", action="store_true", help="also print checks that are fine or do not apply")
-    parser.add_argument("--root", type=Path, default=LIVE, metavar="DIR", help="read /sys, /proc and /dev below DIR")
+    parser.add_argument("--root", type=Path, default=LIVE, metavar="DIR", help="read /sys, /proc, /etc and /dev below DIR")
     logs = "examine logs of NCCL_DEBUG=INFO and dumps of torch's flight recorder, all of one job, not the machine"
     parser.add_argument("--log", type=Path, nargs="+", metavar="FILE|FOLDER", help=logs)
     flights = "who is missing in which operation: flight records of commopt, dumps of torch's flight recorder, logs"
@@ -68,6 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> int:
     """Examine, print, and return the exit status."""
+    if not os.path.isdir(options.root):
+        return refuse("commopt doctor", f"--root {options.root} is not a directory; pass one that holds sys/ and proc/")
     if verdict_options.asked(options):
         from commopt.doctor.verdict.command import run as measure  # measuring needs torch, the checks do not
 
@@ -103,8 +106,6 @@ def _findings(options: argparse.Namespace, environ: Mapping[str, str]) -> Sequen
         return found if options.log is not None else [each for each in found if each.check == HANG]
     if options.log is not None:
         return examine(read_logs(options.log)) if environ.get("RANK", "0") == "0" else None
-    if not os.path.isdir(options.root):
-        raise ConfigurationError(f"--root {options.root} is not a directory; pass one that holds sys/ and proc/")
     machine = observe(options.root, environ)
     if machine.counters and options.root == LIVE:
         time.sleep(WATCH_S)

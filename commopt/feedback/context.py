@@ -37,7 +37,8 @@ class Feedback(ConciseRepr):
     dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
-        if not 0 < self.decay <= 1:
+        decay = self.decay
+        if not isinstance(decay, (int, float)) or isinstance(decay, bool) or not 0 < decay <= 1:
             raise ConfigurationError(f"Feedback(decay={self.decay!r}) must be above 0 and at most 1; 1 loses nothing")
         if self.dtype not in (torch.float32, torch.bfloat16):
             raise ConfigurationError(

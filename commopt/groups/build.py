@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import secrets
 from collections.abc import Sequence
 from datetime import timedelta
@@ -178,12 +179,13 @@ def _build(
     given_site: str | None,
 ) -> Membership:
     timeout_s, host = _own_timeout_s(parent), None
-    site, told, heartbeat_s, connections = "", given_site is not None or SITE_VARIABLE in os.environ, 0.0, None
+    site, told = "", given_site is not None or SITE_VARIABLE in os.environ
+    checks, heartbeat_s, connections = False, 0.0, None
     try:  # an error of one rank is raised on all
         if asked_for_s is not None:
             timeout_s = require_timeout(asked_for_s)
         emulated = _ranks_per_node_from_environment() if ranks_per_node is None else None
-        heartbeat_s = heartbeat_interval_s()
+        checks, heartbeat_s = checking(), heartbeat_interval_s()
         connections = asked_for()
         host = _host(emulated).as_dict()
         site = read_site(given_site, emulated=emulated is not None or ranks_per_node is not None)
@@ -195,7 +197,7 @@ def _build(
         "ranks_per_node": ranks_per_node,
         ENVIRONMENT_VARIABLE: emulated,
         "timeout in seconds": asked_for_s,
-        "COMMOPT_CHECK": checking(),
+        "COMMOPT_CHECK": checks,
         HEARTBEAT_VARIABLE: heartbeat_s,
         CONNECTIONS_VARIABLE: connections,
     }
@@ -289,6 +291,6 @@ def _ranks_per_node_from_environment() -> int | None:
     text = os.environ.get(ENVIRONMENT_VARIABLE, "")
     if not text:
         return None
-    if not text.isdecimal() or int(text) < 1:
+    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < 1:
         raise ConfigurationError(f"{ENVIRONMENT_VARIABLE}={text!r} is not a positive whole number; set it or unset it")
     return int(text)

@@ -58,8 +58,14 @@ _BEAT_REQUESTS_PER_S = 5000.0
 
 
 def checking() -> bool:
-    """Return whether COMMOPT_CHECK asks for every task of a lane to be compared over its ranks."""
-    return os.environ.get("COMMOPT_CHECK", "") not in ("", "0")
+    """Return whether COMMOPT_CHECK asks for every task of a lane to be compared over its ranks.
+
+    Raises ConfigurationError for a value but 0 and 1.
+    """
+    value = os.environ.get("COMMOPT_CHECK", "") or "0"
+    if value not in ("0", "1"):
+        raise ConfigurationError(f"COMMOPT_CHECK={value!r} must be 1, or 0 (or unset) to compare nothing")
+    return value == "1"
 
 
 def heartbeat_interval_s() -> float:

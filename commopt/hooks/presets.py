@@ -131,6 +131,8 @@ def build_preset(text: str, **options: Any) -> Aggregator:
     """
     from commopt.command_line import option_value
 
+    if not isinstance(text, str):
+        raise ConfigurationError(f"preset {text!r:.80} is no text; pass for example build_preset('hierarchical')")
     name, *settings = text.split(":")
     known = PRESETS | LOCAL_PRESETS
     if name not in known:
@@ -250,6 +252,8 @@ hierarchical = _preset(
 
 
 def _bf16(*, rounding: Literal["nearest", "stochastic"] = "nearest", lossless: bool = False) -> Aggregator:
+    if not isinstance(lossless, bool):
+        raise ConfigurationError(f"hierarchical_bf16(lossless={lossless!r}) must be True or False")
     return Hierarchical(inter=Compressed(Cast(torch.bfloat16, rounding), feedback=None, packed=lossless))
 
 

@@ -95,6 +95,14 @@ def _require_same_sources(folder: Path) -> None:
         ) from None
 
 
+def kernels_wanted() -> str:
+    """Return the value of COMMOPT_KERNELS, "" where it is not set. Raises ConfigurationError for an unknown one."""
+    wanted = os.environ.get(VARIABLE, "")
+    if wanted and wanted not in (*_LOADERS, "torch"):
+        raise ConfigurationError(f"{VARIABLE}={wanted} is unknown; set native, nvrtc or torch, or unset it")
+    return wanted
+
+
 def cpu_kernels() -> Any | None:
     """Return `commopt._cpu`, built at installation where there was a C++ compiler; None where plain torch computes."""
     return None if os.environ.get(VARIABLE) == "torch" else _cpu_kernels()
@@ -112,8 +120,8 @@ def _cpu_kernels() -> Any | None:
 
 def kernels_in_use() -> dict[str, str]:
     """Return a text: which kernels compute on the CPU and on the first GPU here."""
+    without = f"{VARIABLE}=torch" if kernels_wanted() == "torch" else "commopt._cpu is not compiled"
     cpu = cpu_kernels()
-    without = f"{VARIABLE}=torch" if os.environ.get(VARIABLE) == "torch" else "commopt._cpu is not compiled"
     found = {"CPU": f"plain torch and NumPy ({without})" if cpu is None else f"compiled, for {_TARGETS[cpu.target()]}"}
     if not torch.cuda.is_available():
         return {**found, "GPU": "none, as torch sees no GPU here"}
@@ -177,13 +185,11 @@ def loader_for(device: torch.device, dtype: torch.dtype = torch.float32) -> Load
     """
     if device.type != "cuda" or dtype not in DTYPES:
         return None
-    return _choose(os.environ.get(VARIABLE, ""), device)
+    return _choose(kernels_wanted(), device)
 
 
 @lru_cache
 def _choose(wanted: str, device: torch.device) -> Loader | None:
-    if wanted and wanted not in (*_LOADERS, "torch"):
-        raise ConfigurationError(f"{VARIABLE}={wanted} is unknown; set native, nvrtc or torch, or unset it")
     if wanted == "torch":
         return None
     failures = _obstacles(device)

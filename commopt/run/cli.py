@@ -67,7 +67,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--report", action="store_true", help="print at the end what was sent, and a verdict with remedies, on rank 0")
     add("--live", action="store_true", help="print where the time goes every so many steps, on rank 0")
     add("--html", type=output_file, metavar="FILE", help="write the same as a page with pictures, each time anew")
-    add("--every", type=whole(1), default=50, metavar="STEPS", help="of --live and --html (default 50)")
+    add(
+        "--every",
+        type=whole(1),
+        default=50,
+        metavar="STEPS",
+        help="how often --live and --html show something (default 50)",
+    )
     add("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as in python -m")
     add("script", nargs=argparse.REMAINDER, metavar="SCRIPT ARGS...", help="the script and its arguments")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -258,6 +259,6 @@ def _timeout_of(answer: dict[str, Any]) -> float:
 def host_and_port(address: str) -> tuple[str, int]:
     """Return host and port of "host:port". Raises ConfigurationError for any other text."""
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    if not host or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 65536:
         raise ConfigurationError(f"the scheduler's address {address!r} is not host:port; write for example node0:29400")
     return host.strip("[]"), int(port)

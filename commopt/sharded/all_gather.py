@@ -16,6 +16,7 @@ from commopt.aggregate.base import Action, call, work
 from commopt.aggregate.rows import ShardRows, shard_rows
 from commopt.compress import Compressor, Encoding, Quantize
 from commopt.concise_repr import ConciseRepr
+from commopt.document import require_flags
 from commopt.errors import ConfigurationError
 from commopt.feedback import Scratch, checked_patterns
 from commopt.groups import Team, TeamShape
@@ -57,6 +58,7 @@ class Weights(ConciseRepr):
 
     def __post_init__(self) -> None:
         compressor = self.compressor
+        require_flags(self, "second_copy", "difference", "exact")
         if self.exact and (compressor != Quantize(bits=8) or self.difference or self.dense or not self.second_copy):
             raise ConfigurationError(
                 f"{super().__repr__()} asks for exact weights and more; pass Weights(exact=True) alone: it compresses "

@@ -71,12 +71,15 @@ def _check(options: argparse.Namespace) -> None:
     asked = [name for name in ("model", "params", "script") if getattr(options, name) is not None]
     if len(asked) > 1:
         raise ConfigurationError(f"--{asked[0]} and --{asked[1]} both name what is trained; pass one")
-    if options.script is not None and not options.script:
-        raise ConfigurationError("--script names no script; write --script train.py ARGS as the last option")
+    if options.script is not None:
+        from commopt.doctor.verdict.script import script_of
+
+        script_of(options.script)
     if options.model is not None:
         model(options.model)
-    if options.log is not None:
-        raise ConfigurationError("--measure examines this machine and --log a log; pass one")
+    for name in ("log", "flight"):
+        if getattr(options, name) is not None:
+            raise ConfigurationError(f"--measure examines this machine, and --{name} reads files; pass one")
 
 
 def conclude(found: Measurements, options: argparse.Namespace, before: Measurements | None) -> int:

@@ -20,11 +20,11 @@ def asked(options: argparse.Namespace) -> bool:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of --measure."""
     add: Any = parser.add_argument_group("measuring").add_argument
-    add("--measure", action="store_true", help="measure every link too, and end in a verdict of 25 lines")
+    add("--measure", action="store_true", help="measure every link too, and end in a verdict of at most 25 lines")
     add("--model", metavar="NAME", help="also predict a step of this model: gpt2, bert-large, resnet50, ...")
     add("--params", type=_numel, metavar="N", help="or of a transformer with so many parameters: 124M, 7B")
     add("--batch", type=whole(1), metavar="N", help="samples of a rank (default: as published for the model, else 8)")
-    script = "or record steps of this script, started with the arguments that follow"
+    script = "or record steps of this script, with the arguments that follow; the last option"
     add("--script", nargs=argparse.REMAINDER, metavar="SCRIPT ARGS...", help=script)
     budget = f"time for everything (default {BUDGET_S:g}); slow links get shorter messages"
     add("--budget", dest="budget_s", type=number(5.0, 3600.0), default=BUDGET_S, metavar="SECONDS", help=budget)

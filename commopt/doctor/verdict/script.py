@@ -96,14 +96,22 @@ class _Recording(Models):
         self._found.workload = workload_of(timeline, model.module, name)
 
 
+def script_of(words: Sequence[str]) -> Script:
+    """Return the script of --script. Raises ConfigurationError when none is named, or there is no such file."""
+    module = words[:1] == ["-m"]
+    if len(words) <= module:
+        raise ConfigurationError("--script names no script; write --script train.py ARGS as the last option")
+    script = Script(words[module], tuple(words[module + 1 :]), module)
+    script.require_there()
+    return script
+
+
 def record(words: Sequence[str], found: Found, budget_s: float, say: Say) -> None:
     """Run a script until enough steps were recorded, or the time is over; collective. Its process group stays.
 
     Raises ConfigurationError if it trains no DDP model for LEAST_STEPS steps.
     """
-    module = words[0] == "-m"
-    script = Script(words[module], tuple(words[module + 1 :]), module)
-    script.require_there()
+    script = script_of(words)
     say(f"steps of {Path(script.target).name}")
     try:
         recording = _Recording(found, budget_s)
