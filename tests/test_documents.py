@@ -199,6 +199,14 @@ def test_make_knows_its_targets() -> None:
     assert asked <= targets
 
 
+def test_every_variable_is_on_the_page() -> None:
+    sources = [path.read_text() for folder in ("commopt", "topology") for path in (ROOT / folder).rglob("*.py")]
+    known = {name for text in sources for name in re.findall(r"\bCOMMOPT_[A-Z_]+\b", text)} - {"COMMOPT_REQUIRE_CUDA"}
+    told = re.findall(r"^\| `(COMMOPT_\w+)` \|", (ROOT / "docs" / "usage.md").read_text(), re.M)
+    assert known
+    assert sorted(told) == sorted(known)
+
+
 # --------------------------------------------------------------------- figures
 
 
