@@ -245,6 +245,7 @@ def main() -> None:
     parser.add_argument("--join", type=int, metavar="STEP", help="start another process, which joins from STEP on")
     options = parser.parse_args()
     options.kill = tuple(map(int, options.kill.split(":"))) if options.kill else None
+    Path(options.folder).mkdir(parents=True, exist_ok=True)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         train_under_torchrun(options)
     else:

@@ -25,7 +25,7 @@ EXAMPLE = ["-m", "examples.train_elastic"]
 
 @pytest.mark.slow
 def test_a_group_shrinks_in_process_and_grows_again_at_a_checkpoint(tmp_path: Path) -> None:
-    options = ["--ranks", "4", "--kill", "2:30", "--join", "60", "--steps", "120", "--folder", str(tmp_path)]
+    options = ["--ranks", "4", "--kill", "2:30", "--join", "60", "--steps", "120", "--folder", str(tmp_path / "new")]
     done = subprocess.run(
         [sys.executable, *EXAMPLE, *options],
         cwd=ROOT,

@@ -113,6 +113,23 @@ def test_a_script_that_is_not_there(arguments: list[str], says: str, capsys: pyt
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["run", "--strategy", "flat", "x" * 5000],
+        ["run", "--strategy", "auto", "--tuned", "x" * 5000, __file__],
+        ["worker", "--scheduler", "localhost:1", "x" * 5000],
+        ["chaos", "--script", "x" * 5000],
+        ["doctor", "--script", "x" * 5000],
+    ],
+)
+def test_a_name_that_is_too_long_is_no_file(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"commopt {arguments[0]}: ")
+    assert told.count("\n") == 1
+
+
 def test_what_comes_after_the_script_is_the_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[Any]) -> None:
     script = tmp_path / "train.py"
     script.write_text("import sys; print(sys.argv[1:])")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import secrets
 import shutil
@@ -183,7 +184,7 @@ def campaign_of(options: argparse.Namespace) -> Campaign:
     if options.script is SCRIPT and campaign.arguments and not campaign.arguments[0].startswith("-"):
         word = campaign.arguments[0]
         raise ConfigurationError(f"{word!r} is an argument for the script, and none is named; pass --script {word}")
-    if not campaign.script.is_file():
+    if not os.path.isfile(campaign.script):
         raise ConfigurationError(f"--script {options.script}: there is no such file; pass the path of a script")
     for setting in campaign.settings:
         if setting.startswith("timeout="):

@@ -59,7 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--json", action="store_true", help="print findings as JSON")
     parser.add_argument("--all", action="store_true", help="also print checks that are fine or do not apply")
-    parser.add_argument("--root", type=Path, default=LIVE, metavar="DIR", help="read /sys, /proc, /etc and /dev below DIR")
+    parser.add_argument(
+        "--root", type=Path, default=LIVE, metavar="DIR", help="read /sys, /proc, /etc and /dev below DIR"
+    )
     logs = "examine logs of NCCL_DEBUG=INFO and dumps of torch's flight recorder, all of one job, not the machine"
     parser.add_argument("--log", type=Path, nargs="+", metavar="FILE|FOLDER", help=logs)
     flights = "who is missing in which operation: flight records of commopt, dumps of torch's flight recorder, logs"

@@ -90,7 +90,7 @@ class Choice:
                 )
             if not tunes:
                 raise ConfigurationError(f"--tuned {tuned} keeps what auto chooses, and {strategy} chooses nothing")
-            if tuned.exists():
+            if os.path.exists(tuned):
                 options["tuned"] = str(tuned)
         AttachOptions(**choice._of_attach()).checked()
         return choice
@@ -107,7 +107,7 @@ class Script:
     def require_there(self) -> None:
         """Raise ConfigurationError when there is no such file or module."""
         if not self.is_module:
-            if not Path(self.target).is_file():
+            if not os.path.isfile(self.target):  # Path's raises OSError for a name that is too long
                 raise ConfigurationError(f"there is no file {self.target}; for a module pass -m before its name")
             return
         try:
