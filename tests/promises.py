@@ -89,7 +89,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
             f"{_ZEROS}test_what_nobody_touches_stays_zero[1+1]",
             f"{_ZEROS}test_it_stays_zero_through_servers_leaders_scalers_and_rounding[3-dtype1-False-quantized:bits=4]",
         ),
-        "local_sgd": (f"{_ZEROS}test_rounds_of_local_sgd_move_nothing_that_nobody_touches[onebit_local]",),
+        "local_sgd": (f"{_ZEROS}test_rounds_of_local_sgd_move_nothing_that_nobody_touches[onebit_local-(1, 1, 1)]",),
     },
     "non-finite values reach every rank, and change no residual": {
         **_all(("flat", "hierarchical"), f"{_CONTRACT}test_non_finite_values_reach_every_rank_of_every_kind"),

@@ -209,7 +209,7 @@ def train_in_place(rank: int, world_size: int, aggregator: Compressed, dtype: to
         seed = 100 * step + rank
         return {name: random(*shape, seed=seed).to(dtype) for name, shape in MATRICES_AMONG_VECTORS.items()}
 
-    def takes(buffer: Tensor) -> bool:
+    def takes(dtype: torch.dtype) -> bool:
         nonlocal used
         used += 1
         return where == "in place"

@@ -251,8 +251,8 @@ class Compressed(Aggregator):
             key = context.rng_key("worker") if encoder.stochastic else RngKey()
             encoding = Encoding(region.chunk_numel, scale, residual, key)
             samples = residual is not None and not region.dense and context.step % SAMPLE_EVERY_STEPS == 0
-            in_place = None if samples or MaskedRegion.may_be(region, context) else region.in_place(buffer)
-            if in_place is not None:
+            in_place = None if samples else region.in_place(buffer)
+            if in_place is not None and not MaskedRegion.may_be(region, context):
                 compressor, values_there = in_place
                 compressor.compress(values_there, region.payload(payload), encoding)
                 masks.append(None)

@@ -87,7 +87,9 @@ class Region:
         dtype: what the buffer's must be.
         """
         compressor = self.compressor
-        if not isinstance(compressor, Blockwise) or not takes_scattered(buffer) or dtype not in (None, buffer.dtype):
+        if not isinstance(compressor, Blockwise) or buffer.device.type != "cpu" or dtype not in (None, buffer.dtype):
+            return None
+        if not takes_scattered(buffer.dtype):
             return None
         return compressor, Scattered(buffer, self._parts[0], self.numel)
 

@@ -70,9 +70,9 @@ def block_kernels(
     return loader.loader_for(device, dtype) if module is None else CpuKernels(module, scattered)
 
 
-def takes_scattered(buffer: Tensor) -> bool:
-    """Return whether the block kernels can work on Scattered elements of `buffer`."""
-    return buffer.device.type == "cpu" and buffer.dtype in DTYPES and loader.cpu_kernels() is not None
+def takes_scattered(dtype: torch.dtype) -> bool:
+    """Return whether the block kernels can work on Scattered elements of a buffer of this dtype."""
+    return dtype in DTYPES and loader.cpu_kernels() is not None
 
 
 def readable(values: Tensor) -> Tensor:
