@@ -137,7 +137,7 @@ from pathlib import Path
 from commopt.doctor.verdict import command, direct
 
 direct.BACKEND, direct.TRIAL_S, direct.devices_here = "gloo", 8.0, lambda: 2
-options = dict.fromkeys(("model", "params", "script", "log", "compare", "html", "batch"))
+options = dict.fromkeys(("model", "params", "script", "log", "flight", "compare", "html", "batch"))
 save = Path(sys.argv[1])
 asked = argparse.Namespace(**options, budget_s=60.0, json=False, save=save, root=Path("/"))
 status = command.run(asked)
