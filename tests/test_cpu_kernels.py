@@ -13,8 +13,9 @@ from torch import Tensor
 
 from commopt import Cast, Compressed, Hierarchical, OneBit, PowerSGD, Quantize
 from commopt.compress import Compressor
-from commopt.kernels import loader, lowrank, packing
+from commopt.kernels import loader, lowrank, packing, quantize
 from commopt.kernels import lowrank_reference as reference
+from commopt.kernels.cpu import Scattered
 from tests.catalogue import run_on
 from tests.chosen import Chooser
 from tests.hook_training import assert_identical
@@ -203,20 +204,32 @@ MATRICES_AMONG_VECTORS = {"a": (30, 41), "a_bias": (7,), "b": (5, 300), "b_bias"
 
 def train_in_place(rank: int, world_size: int, aggregator: Compressed, dtype: torch.dtype, where: str) -> str:
     """Elements are compressed where they are in the bucket, or copied to one place before and back behind."""
-    used = 0
+    used: set[str] = set()
 
     def gradients(step: int) -> dict[str, Tensor]:
         seed = 100 * step + rank
         return {name: random(*shape, seed=seed).to(dtype) for name, shape in MATRICES_AMONG_VECTORS.items()}
 
-    def takes(dtype: torch.dtype) -> bool:
-        nonlocal used
-        used += 1
-        return where == "in place"
+    def noted(operation: str, place: int) -> Any:
+        real = getattr(quantize, operation)
 
-    with patch("commopt.aggregate.rows.takes_scattered", takes):
+        def call(*arguments: Any) -> None:
+            if isinstance(arguments[place], Scattered):
+                used.add(operation)
+            real(*arguments)
+
+        return patch.object(quantize, operation, call)
+
+    with (
+        patch("commopt.aggregate.rows.takes_scattered", lambda dtype: where == "in place"),
+        noted("encode", 1),
+        noted("decode", 2),
+        noted("accumulate", 2),
+    ):
         trace = Chooser(aggregator, MATRICES_AMONG_VECTORS, gradients, dtype).run(6)
-    assert used
+    both = {"encode", "accumulate" if world_size == 2 else "decode"}
+    expected = both if world_size > 2 or dtype == torch.float32 else {"encode"}  # between two a 16-bit sum is rounded
+    assert used == (expected if where == "in place" else set())
     return trace.digest()
 
 
