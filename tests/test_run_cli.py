@@ -15,6 +15,7 @@ import commopt
 from bench.demo import local_ranks
 from commopt.__main__ import main
 from commopt.run.cli import NOTHING
+from tests.speed import limit
 
 ROOT = Path(__file__).parent.parent
 
@@ -97,7 +98,9 @@ def test_a_training_ends_in_a_verdict_that_names_the_late_rank(tmp_path: Path) -
     lines = done.stdout.splitlines()
     (begin,) = [place for place, line in enumerate(lines) if "of a step of" in line]
     text = " ".join(lines[begin:])
-    assert re.search(r"all wait for rank 1 on \S+, +which is 2\d\d ms late", text), text
+    late = re.search(r"all wait for rank 1 on \S+, +which is (\d+) ms late", text)
+    assert late, text
+    assert 100 < int(late.group(1)) < limit(400)  # it sleeps 200; a busy machine delays each rank
     assert re.search(r"between nodes +float32 0\.128 kB", text), text  # 32 elements
     assert "a step of Linear with hierarchical, " in text
     assert len(lines) - begin <= 25
