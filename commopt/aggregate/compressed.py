@@ -40,7 +40,7 @@ from commopt.feedback import (
     require_repeatable,
     scale_and_add,
 )
-from commopt.groups import Team, TeamShape, apply_scale
+from commopt.groups import Team, TeamShape
 from commopt.kernels.finite import all_finite, all_true
 
 _EVERYTHING = ("*",)
@@ -197,17 +197,14 @@ class Compressed(Aggregator):
                         mask.clear(exact, region.chunk(team.rank)[0])
                     add_rounding_error(residual.new, exact, rows.dtype, residual.loss_scale)
             # The server, too, takes what it sent: otherwise its replica would differ from all others.
-            in_place = region.in_place(buffer, rows.dtype) if mask is None else None
-            if in_place is not None:
-                compressor, values_there = in_place
-                compressor.decompress(region.payload(gathered), values_there, region.chunk_numel)
+            if mask is None:
+                region.decode(gathered, buffer, rows.dtype, scratch)
                 continue
             with scratch.frame():
                 values = region.target(buffer, rows.dtype, region.numel, scratch)
                 region.compressor.decompress(region.payload(gathered), values, region.chunk_numel)
-                if mask is not None:
-                    mask.clear(values)
-                    mask.arrived(region.payload(gathered), region.chunk_numel, chunks=True)
+                mask.clear(values)
+                mask.arrived(region.payload(gathered), region.chunk_numel, chunks=True)
                 region.write(buffer, values)
         if self.feedback is not None:
             _report_finite(rows, gathered, buffer, context)
@@ -251,10 +248,8 @@ class Compressed(Aggregator):
             key = context.rng_key("worker") if encoder.stochastic else RngKey()
             encoding = Encoding(region.chunk_numel, scale, residual, key)
             samples = residual is not None and not region.dense and context.step % SAMPLE_EVERY_STEPS == 0
-            in_place = None if samples else region.in_place(buffer)
-            if in_place is not None and not MaskedRegion.may_be(region, context):
-                compressor, values_there = in_place
-                compressor.compress(values_there, region.payload(payload), encoding)
+            if not samples and not MaskedRegion.may_be(region, context):
+                region.encode(buffer, payload, encoding, context.scratch)
                 masks.append(None)
                 continue
             with context.scratch.frame():
@@ -297,9 +292,7 @@ class Compressed(Aggregator):
         self, output: Tensor, source: Tensor, buffer: ShardedBuffer, team: Team, scale: float, context: BufferContext
     ) -> None:
         """Encode a row for each owner, and add up the rows that come in: one encoding, and no residual of a sum."""
-        values = source.view(team.size, -1).to(torch.promote_types(source.dtype, torch.float32))
-        rows = self.shard_rows(buffer)
-        exchange_rows(rows, self.feedback, apply_scale(values, scale), output, team, context)
+        exchange_rows(self.shard_rows(buffer), self.feedback, source, output, team, scale, context)
 
     def reduce_scatter_calls(self, buffer: ShardedBuffer, team: TeamShape) -> tuple[Action, ...]:
         """Return one all_to_all of rows."""
@@ -310,11 +303,11 @@ class Compressed(Aggregator):
         """Return all ranks: this one encodes a row for each."""
         return tuple(range(team.size))
 
-    def shard_rows(self, buffer: ShardedBuffer) -> ShardRows:
-        """Return a row for each shard of a buffer."""
+    def shard_rows(self, buffer: ShardedBuffer, layout: Layout | None = None) -> ShardRows:
+        """Return a row for each shard of a buffer. layout: as of the function `shard_rows`."""
         compressor = self.compressor.at(buffer.step)
         dense = _EVERYTHING if compressor is None else self.dense
-        return shard_rows(buffer.shards, compressor or self.compressor, dense, buffer.dtype)
+        return shard_rows(buffer.shards, compressor or self.compressor, dense, buffer.dtype, layout)
 
     # -------------------------------------------------------------------------------------- facts
 

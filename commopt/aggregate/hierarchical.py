@@ -140,7 +140,7 @@ class Hierarchical(Aggregator):
         seen = buffer[:0]
         finite: Tensor | None = None
         if self.intra is not None:
-            finite = through_rows(self.intra, self._scaled(buffer, scale), buffer, levels, team.leaders, context)
+            finite = through_rows(self.intra, buffer, levels, team.leaders, scale, context)
         elif form == "reduce_scatter":
             seen = self._through_shards(buffer, levels, divided, scale, context)
         else:
@@ -323,7 +323,7 @@ class Hierarchical(Aggregator):
         if self.intra is not None:
             divided = division(average, layout, dtype, team.leaders)
             mine: Layout | None = divided.layouts[intra.rank] if intra.rank < team.leaders and inter else None
-            rows = Rows(self.intra, divided, intra.size, dtype, buffer.step)
+            rows = Rows(self.intra, layout, divided, intra.size, dtype, buffer.step)
             up, down = rows.calls_up(intra), rows.calls_down(intra)
             buffer = replace(buffer, dtype=torch.promote_types(dtype, torch.float32))
         elif form == "reduce_scatter":
@@ -339,7 +339,8 @@ class Hierarchical(Aggregator):
             numel = divided.shard_numel
             up = tuple(chain(*(call(intra, "reduce", numel * summed.itemsize, place) for place in range(leaders))))
             down = tuple(chain(*(call(intra, "broadcast", numel * dtype.itemsize, place) for place in range(leaders))))
-        moved = () if divided.in_place else (work("copy", "", layout.numel),)
+        # Rows are encoded from where their elements are, and decoded to there.
+        moved = () if divided.in_place or self.intra is not None else (work("copy", "", layout.numel),)
         across = () if mine is None or inter is None else average.calls(replace(buffer, layout=mine), inter)
         return (*moved, *up, *across, *down, *moved)
 

@@ -8,7 +8,6 @@ that all ranks have the same result. The residual of that is the same in every s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from commopt.aggregate.base import Action, Aggregator, call
 from commopt.aggregate.compressed import Compressed
 from commopt.aggregate.forms import Levels
+from commopt.aggregate.reduce_scatter import exchange_rows
 from commopt.aggregate.residuals import add_rounding_error
 from commopt.aggregate.rows import Region, Shard, ShardedBuffer
 from commopt.aggregate.shards import Division, division, reshard, shard_memory
@@ -75,29 +75,23 @@ def usual_inside(inter: Aggregator) -> Compressed | None:
 class Rows:
     """The rows of one buffer inside a team of ranks, of which the first have a shard each."""
 
-    def __init__(self, intra: Compressed, divided: Division, ranks: int, dtype: torch.dtype, step: int | None) -> None:
-        """dtype: of the result. step: None for the step after all warm-up."""
+    def __init__(
+        self, intra: Compressed, layout: Layout, divided: Division, ranks: int, dtype: torch.dtype, step: int | None
+    ) -> None:
+        """layout: of the buffer. dtype: of the result. step: None for the step after all warm-up."""
         empty = Layout(())
         layouts = [*divided.layouts, *(empty for _ in range(ranks - len(divided.layouts)))]
         shards = (Shard(each, each.offsets, _names(each), divided.shard_numel) for each in layouts)
         self.intra = intra
         self.divided = divided
         self.buffer = ShardedBuffer(tuple(shards), dtype, step)
-        self.rows = intra.shard_rows(self.buffer)
+        self.rows = intra.shard_rows(self.buffer, layout)
 
-    def add_up(self, values: Tensor, shard: Tensor, team: Team, context: BufferContext) -> None:
+    def add_up(self, buffer: Tensor, shard: Tensor, team: Team, scale: float, context: BufferContext) -> None:
         """Set `shard` [n] to the sum of its rows; the ranks without a shard get zeros. Collective over `team`."""
-        divided, scratch = self.divided, context.scratch
-        shape = (team.size, divided.shard_numel)
-        source = scratch.take(f"{context.path} all shards", shape, shard.dtype, shard.device)
-        mine = values if divided.in_place else divided.laid_out(values, scratch)
-        leaders = len(divided.layouts)
-        source[leaders:].zero_()
-        source[:leaders].copy_(mine.view(leaders, -1))
-        whole = Layout(tuple(piece for each in divided.layouts for piece in each.pieces))
-        self.intra.reduce_scatter(
-            shard, source.view(-1), self.buffer, team, 1.0, context.within("intra", whole, self.buffer.dtype)
-        )
+        whole = Layout(tuple(piece for each in self.divided.layouts for piece in each.pieces))
+        inside = context.within("intra", whole, self.buffer.dtype)
+        exchange_rows(self.rows, self.intra.feedback, buffer, shard, team, scale, inside)
 
     def spread(self, shard: Tensor, buffer: Tensor, team: Team, sites: int, context: BufferContext) -> Tensor:
         """Set `buffer` to the decoded shards of all leaders; return whether all are finite. Collective over `team`.
@@ -113,7 +107,7 @@ class Rows:
             residual = self._residual(region, shard, sites, inside)
             residuals.append((region, residual))
             encoding = Encoding(region.chunk_numel, 1.0, residual, inside.rng_key("server"))
-            region.compressor.compress(region.read(shard, scratch), region.payload(sent), encoding)
+            region.encode(shard, sent, encoding, scratch)
         received = rows.take(team.size, "received", scratch, shard.device)
         team.all_gather(received.view(-1), sent.view(-1))
         for region, residual in residuals:
@@ -121,16 +115,13 @@ class Rows:
                 exact = scratch.take("decoded", region.numel, torch.float32, shard.device)
                 region.compressor.decompress(region.payload(sent), exact, region.chunk_numel)
                 add_rounding_error(residual.new, exact, dtype, residual.loss_scale)
-        leaders = len(self.divided.layouts)
-        shape = (leaders, self.divided.shard_numel)
-        whole = scratch.take(f"{context.path} decoded shards", shape, dtype, shard.device)
-        for row, each in enumerate(rows.formats[:leaders]):
-            each.decode(received[row : row + 1], whole[row], scratch)
-        if self.divided.in_place:
-            buffer.copy_(whole.view(-1))
-        else:
-            self.divided.put_back(whole.view(-1), buffer)
-        return all_true([*self._finite(received), all_finite(buffer)])
+        for row, each in enumerate(rows.buffer_formats):
+            for region in each.regions:
+                region.decode(received[row : row + 1], buffer, dtype, scratch)
+        finite = [regions.finite(received) for regions in rows.regions]
+        if dtype.itemsize < torch.float32.itemsize:  # the cast may overflow what was finite
+            finite.append(all_finite(buffer, dtype))
+        return all_true(finite)
 
     def _residual(self, region: Region, shard: Tensor, sites: int, context: BufferContext) -> ErrorFeedback | None:
         """Return this site's share of the residual of an encoding that all sites make, as one of the whole encoding."""
@@ -142,11 +133,6 @@ class Rows:
         scale = torch.full((), float(sites), dtype=torch.float32, device=shard.device)
         return replace(own, loss_scale=scale if own.loss_scale is None else own.loss_scale * scale)
 
-    def _finite(self, received: Tensor) -> Iterator[Tensor]:
-        for row, each in enumerate(self.rows.formats):
-            for region in each.regions:
-                yield region.compressor.finite(region.payload(received[row : row + 1]), region.chunk_numel)
-
     def calls_up(self, team: TeamShape) -> tuple[Action, ...]:
         """Return the actions of `add_up`."""
         return self.intra.reduce_scatter_calls(self.buffer, team)
@@ -157,11 +143,11 @@ class Rows:
 
 
 def through_rows(
-    intra: Compressed, values: Tensor, buffer: Tensor, levels: Levels, leaders: int, context: BufferContext
+    intra: Compressed, buffer: Tensor, levels: Levels, leaders: int, scale: float, context: BufferContext
 ) -> Tensor:
     """Send compressed shards to the first ranks, who talk to those at their place, and compressed averages back.
 
-    values: `buffer`, scaled. Returns whether the result is finite.
+    Returns whether the result is finite.
     """
     team, inter, average, share = levels
     dtype = context.result_dtype or buffer.dtype
@@ -169,10 +155,10 @@ def through_rows(
     mine = divided.layouts[team.rank] if team.rank < leaders and inter is not None else None
     if average.residual_paths and not context.memory.complete:
         reshard(average, divided.name, mine, team, context, buffer.device)
-    rows = Rows(intra, divided, team.size, dtype, context.step)
+    rows = Rows(intra, context.layout, divided, team.size, dtype, context.step)
     wide = torch.promote_types(dtype, torch.float32)
     shard = shard_memory(divided.shard_numel, buffer.new_empty(0, dtype=wide), context)
-    rows.add_up(values, shard, team, context)
+    rows.add_up(buffer, shard, team, scale, context)
     if mine is not None and inter is not None and mine.numel:
         average.all_reduce(shard[: mine.numel], inter, 1.0, context.within("inter", mine, wide, share))
     return rows.spread(shard, buffer, team, 1 if inter is None else inter.size, context)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from commopt.aggregate.residuals import add_rounding_error, encoding_residual
-from commopt.aggregate.rows import RowRegions, ShardRows
+from commopt.aggregate.rows import Region, RowRegions, ShardRows
 from commopt.aggregate.zero_rows import MaskedRows
 from commopt.compress import Encoding, ErrorFeedback, RngKey
 from commopt.feedback import SAMPLE_EVERY_STEPS, BufferContext, Feedback, Scratch
@@ -20,47 +20,57 @@ from commopt.kernels.finite import all_finite, all_true
 
 
 def exchange_rows(
-    rows: ShardRows, feedback: Feedback | None, values: Tensor, output: Tensor, team: Team, context: BufferContext
+    rows: ShardRows,
+    feedback: Feedback | None,
+    buffer: Tensor,
+    output: Tensor,
+    team: Team,
+    scale: float,
+    context: BufferContext,
 ) -> None:
     """Set `output` [n] to the sum of the rows that all ranks of `team` encode for this rank. Collective.
 
-    values: float32 or float64 [team.size, n], a shard for each rank.
+    buffer: 1-D, floating; the rows are those of its shards, one for each rank. Its elements are multiplied by `scale`.
     """
-    scratch, device = context.scratch, values.device
+    scratch, device = context.scratch, buffer.device
     sent = rows.take(team.size, "sent", scratch, device)
-    encoded = [_encode(regions, len(rows.formats), feedback, values, sent, team, context) for regions in rows.regions]
+    encoded = [
+        _encode(regions, len(rows.formats), feedback, buffer, sent, team, scale, context) for regions in rows.regions
+    ]
     received = rows.take(team.size, "received", scratch, device)
     team.all_to_all(received.view(-1), sent.view(-1))
     output.zero_()  # rows leave out the padding
+    own = {region.dense: region for region in rows.formats[team.rank].regions}
     for regions, (residual, mask) in zip(rows.regions, encoded, strict=True):
-        _add_up(regions, team.rank, received, output, residual, mask, scratch)
+        if regions.dense in own:
+            _add_up(regions, own[regions.dense], team.rank, received, output, residual, mask, scratch)
     if feedback is not None:
-        residuals = [residual.new for residual, _ in encoded if residual is not None]
-        context.report(all_true([all_finite(each) for each in (values, output, *residuals)]))
+        context.report(all_true([*(regions.finite(sent) for regions in rows.regions), all_finite(output)]))
 
 
 def _encode(
     regions: RowRegions,
     row_count: int,
     feedback: Feedback | None,
-    values: Tensor,
+    buffer: Tensor,
     sent: Tensor,
     team: Team,
+    scale: float,
     context: BufferContext,
 ) -> tuple[ErrorFeedback | None, MaskedRows | None]:
     """Encode regions into their rows; return their residual, and their masked elements."""
-    residual = encoding_residual(regions.compressor, feedback, "worker", regions.layout, context, values.device)
+    residual = encoding_residual(regions.compressor, feedback, "worker", regions.layout, context, buffer.device)
     samples = residual is not None and not regions.dense and context.step % SAMPLE_EVERY_STEPS == 0
-    mask = MaskedRows.of(regions, values, residual, team, context)
+    mask = MaskedRows.of(regions, buffer, scale, residual, team, context)
     for row, region, place in regions.by_row:
-        taken, own = region.read(values[row], context.scratch), _slice(residual, place)
+        own, encoded = _slice(residual, place), sent[row : row + 1]
         key = RngKey(context.rank, context.step, context.number * row_count + row)
-        payload = region.payload(sent[row : row + 1])
-        regions.compressor.compress(taken, payload, Encoding(region.chunk_numel, 1.0, own, key))
+        region.encode(buffer, encoded, Encoding(region.chunk_numel, scale, own, key), context.scratch)
         if mask is not None:
-            mask.encoded(payload, region.chunk_numel, place, own)
+            mask.encoded(region.payload(encoded), region.chunk_numel, place, own)
         if samples and own is not None:
-            context.sample(taken, 1.0, own)
+            with context.scratch.frame():
+                context.sample(region.read(buffer, context.scratch), scale, own)
             samples = False
     if mask is not None:
         mask.shrink()
@@ -73,6 +83,7 @@ def _slice(residual: ErrorFeedback | None, place: slice) -> ErrorFeedback | None
 
 def _add_up(
     regions: RowRegions,
+    own: Region,
     own_row: int,
     received: Tensor,
     output: Tensor,
@@ -82,17 +93,16 @@ def _add_up(
 ) -> None:
     """Put the sums of the received rows, all in the format of this rank's own row, into `output`.
 
+    own: the region of this rank's shard, which is `output`.
     The residual of this rank's row for itself takes the rounding error.
     """
-    for row, region, place in regions.by_row:
-        if row != own_row:
-            continue
-        total = scratch.take("sum", region.chunk_numel, torch.float32, output.device)
-        if mask is None:
-            regions.compressor.accumulate(region.payload(received), total)
-        else:
-            mask.accumulate(region.payload(received), total)
-        exact = total[: region.numel]
-        if residual is not None and output.dtype.itemsize < torch.float32.itemsize:
-            add_rounding_error(residual.new[place], exact, output.dtype, residual.loss_scale)
-        region.write(output, exact)
+    total = scratch.take("sum", own.chunk_numel, torch.float32, output.device)
+    if mask is None:
+        regions.compressor.accumulate(own.payload(received), total)
+    else:
+        mask.accumulate(own.payload(received), total)
+    exact = total[: own.numel]
+    if residual is not None and output.dtype.itemsize < torch.float32.itemsize:
+        place = next(place for row, _, place in regions.by_row if row == own_row)
+        add_rounding_error(residual.new[place], exact, output.dtype, residual.loss_scale)
+    own.write(output, exact)

@@ -7,6 +7,7 @@ parameter server.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from glob import escape
@@ -18,10 +19,11 @@ import torch
 from torch import Tensor
 
 from commopt.aggregate.base import Action, WorkKind, call, work
-from commopt.compress import Blockwise, Cast, Compressor, Exact
+from commopt.compress import Blockwise, Cast, Compressor, Encoding, Exact
 from commopt.feedback import Layout, Piece, Scratch, Spans, joined_spans, matches
 from commopt.groups import Team, TeamShape
 from commopt.kernels.cpu import Scattered, copy_parts, parts_of, takes_scattered
+from commopt.kernels.finite import all_true
 
 if TYPE_CHECKING:
     from commopt.aggregate.packed import Packing
@@ -93,6 +95,28 @@ class Region:
             return None
         return compressor, Scattered(buffer, self._parts[0], self.numel)
 
+    def encode(self, buffer: Tensor, rows: Tensor, encoding: Encoding, scratch: Scratch) -> None:
+        """Encode the region's elements of `buffer` into its columns of `rows`."""
+        in_place = self.in_place(buffer)
+        if in_place is None:
+            with scratch.frame():
+                self.compressor.compress(self.read(buffer, scratch), self.payload(rows), encoding)
+        else:
+            compressor, values = in_place
+            compressor.compress(values, self.payload(rows), encoding)
+
+    def decode(self, rows: Tensor, buffer: Tensor, dtype: torch.dtype, scratch: Scratch) -> None:
+        """Decode the region's columns of `rows`, as `dtype`, to where its elements are in `buffer`."""
+        in_place = self.in_place(buffer, dtype)
+        if in_place is None:
+            with scratch.frame():
+                values = self.target(buffer, dtype, self.numel, scratch)
+                self.compressor.decompress(self.payload(rows), values, self.chunk_numel)
+                self.write(buffer, values)
+        else:
+            compressor, places = in_place
+            compressor.decompress(self.payload(rows), places, self.chunk_numel)
+
     def read(self, buffer: Tensor, scratch: Scratch, tag: str = "region") -> Tensor:
         """Return the region's elements of `buffer` in one piece: a view where they are, else the memory of `tag`."""
         if len(self.spans) == 1:
@@ -144,6 +168,11 @@ class RowFormat:
         packing = Packing.of(self.regions)
         return packing if packing.regions else None
 
+    def at(self, spans: Iterable[Spans]) -> RowFormat:
+        """Return the same rows of a buffer in which the regions are elsewhere."""
+        moved = (replace(region, spans=places) for region, places in zip(self.regions, spans, strict=True))
+        return replace(self, regions=tuple(moved))
+
     def take(self, count: int, tag: str, scratch: Scratch, device: torch.device) -> Tensor:
         """Return memory for `count` rows."""
         return scratch.take(tag, (count, self.nbytes), torch.uint8, device)
@@ -165,16 +194,19 @@ class RowFormat:
         return packed, *call(team, primitive, self.packing.nbytes * rows), unpacked
 
     def decode(self, row: Tensor, buffer: Tensor, scratch: Scratch, base: Tensor | None = None) -> None:
-        """Put the values of a row of one chunk (uint8 [1, nbytes]) into `buffer`, by way of float32.
+        """Put the values of a row of one chunk (uint8 [1, nbytes]) into `buffer`.
 
-        base: the values that are added to compressed regions, which are differences; None for none.
+        base: the values that are added to compressed regions in float32, which are differences; None for none.
         """
         for region in self.regions:
-            values = scratch.take("decoded", region.numel, torch.float32, buffer.device)
-            region.compressor.decompress(region.payload(row), values, region.chunk_numel)
-            if base is not None and not region.dense:
+            if base is None or region.dense:
+                region.decode(row, buffer, buffer.dtype, scratch)
+                continue
+            with scratch.frame():
+                values = scratch.take("decoded", region.numel, torch.float32, buffer.device)
+                region.compressor.decompress(region.payload(row), values, region.chunk_numel)
                 values += region.read(base, scratch)
-            region.write(buffer, values)
+                region.write(buffer, values)
 
 
 @lru_cache(maxsize=1024)
@@ -255,7 +287,7 @@ class Shard:
     def row_format(self, compressor: Compressor, dense: tuple[str, ...], dtype: torch.dtype) -> RowFormat:
         """Return the format of a row that holds the whole shard, as one chunk."""
         row = row_format(self.layout, 1, compressor, dense, dtype)
-        return replace(row, regions=tuple(replace(each, spans=self.spans_of(each.layout)) for each in row.regions))
+        return row.at(self.spans_of(each.layout) for each in row.regions)
 
 
 @dataclass(frozen=True)
@@ -285,7 +317,7 @@ class ShardedBuffer:
 class RowRegions:
     """The regions of several rows that one compressor encodes; they share one residual, row after row.
 
-    by_row: the number of each row that has such a region, the region, and its elements of the residual.
+    by_row: the number of each row that has such a region, the region of the buffer, and its elements of the residual.
     """
 
     compressor: Compressor
@@ -297,16 +329,37 @@ class RowRegions:
         """The pieces of all regions, in the order of the residual."""
         return Layout(tuple(piece for _, region, _ in self.by_row for piece in region.layout.pieces))
 
+    def finite(self, rows: Tensor) -> Tensor:
+        """Return whether everything in these regions of `rows` decodes to finite values: bool, 0-d, on their device."""
+        return all_true(
+            [self.compressor.finite(region.payload(rows[run]), region.chunk_numel) for run, region in self._runs]
+        )
+
+    @cached_property
+    def _runs(self) -> list[tuple[slice, Region]]:
+        """Rows one after the other in which the region is at the same place, which are looked at as one."""
+        runs: list[tuple[slice, Region]] = []
+        for row, region, _ in self.by_row:
+            if runs:
+                run, last = runs[-1]
+                if run.stop == row and (last.offset, last.chunk_numel) == (region.offset, region.chunk_numel):
+                    runs[-1] = (slice(run.start, row + 1), last)
+                    continue
+            runs.append((slice(row, row + 1), region))
+        return runs
+
 
 @dataclass(frozen=True)
 class ShardRows:
-    """One row of payload for each of several shards; all rows are as long as the longest.
+    """One row of payload for each of several shards of a buffer; all rows are as long as the longest.
 
     formats: of the row of each shard.
-    regions: the compressed regions of all rows, then the dense ones, where there are any.
+    buffer_formats: the same, with the places of regions in the whole buffer.
+    regions: the compressed regions of all rows in the whole buffer, then the dense ones, where there are any.
     """
 
     formats: tuple[RowFormat, ...]
+    buffer_formats: tuple[RowFormat, ...]
     regions: tuple[RowRegions, ...]
 
     @cached_property
@@ -325,11 +378,16 @@ class ShardRows:
 
 @lru_cache(maxsize=1024)
 def shard_rows(
-    shards: tuple[Shard, ...], compressor: Compressor, dense: tuple[str, ...], dtype: torch.dtype
+    shards: tuple[Shard, ...],
+    compressor: Compressor,
+    dense: tuple[str, ...],
+    dtype: torch.dtype,
+    layout: Layout | None = None,
 ) -> ShardRows:
     """Return the rows of `shards`, whose values end as `dtype`.
 
     dense: patterns of the names of parameters that travel uncompressed, beside those that would not shrink.
+    layout: of the buffer that the shards are parts of; None where it has one after the other, with their padding.
     """
     named = (
         (piece.name, name)
@@ -338,14 +396,25 @@ def shard_rows(
     )
     dense += tuple(escape(called) for called, name in named if called != name and matches(name, dense))
     formats = tuple(shard.row_format(compressor, dense, dtype) for shard in shards)
+    whole = tuple(
+        each.at(_spans_in(layout, region, row * shards[row].numel) for region in each.regions)
+        for row, each in enumerate(formats)
+    )
     found = []
     for is_dense in (False, True):
         by_row, done = [], 0
-        for row, each in enumerate(formats):
+        for row, each in enumerate(whole):
             for region in each.regions:
                 if region.dense == is_dense:
                     by_row.append((row, region, slice(done, done + region.numel)))
                     done += region.numel
         if by_row:
             found.append(RowRegions(by_row[0][1].compressor, is_dense, tuple(by_row)))
-    return ShardRows(formats, tuple(found))
+    return ShardRows(formats, whole, tuple(found))
+
+
+def _spans_in(layout: Layout | None, region: Region, shard_begin: int) -> Spans:
+    """Return where a region of a shard is in the whole buffer."""
+    if layout is not None:
+        return joined_spans(layout.spans_of(region.layout))
+    return tuple((shard_begin + begin, shard_begin + end) for begin, end in region.spans)

@@ -67,12 +67,18 @@ class MaskedRows:
 
     @classmethod
     def of(
-        cls, regions: RowRegions, values: Tensor, residual: ErrorFeedback | None, team: Team, context: BufferContext
+        cls,
+        regions: RowRegions,
+        buffer: Tensor,
+        scale: float,
+        residual: ErrorFeedback | None,
+        team: Team,
+        context: BufferContext,
     ) -> MaskedRows | None:
         """Return the masked elements; None for none, and without a store.
 
         Collective over `team` the first time, and without a residual in every step where any rank had some then.
-        values: [rows, n], a shard for each row.
+        buffer: 1-D, of which the regions are; multiplied by `scale`.
         """
         codec, store = regions.compressor.codec_without_zero, context.store
         if codec is None or store is None:
@@ -80,21 +86,21 @@ class MaskedRows:
         masks = store.untouched.get((context.path, regions.layout))
         if masks is not None and masks.empty and not masks.anywhere:
             return None
-        joined = torch.cat([values[row][begin:end] for row, region, _ in regions.by_row for begin, end in region.spans])
+        joined = torch.cat([buffer[begin:end] for _, region, _ in regions.by_row for begin, end in region.spans])
         if masks is None:
             known = store.touched_before.pop((context.path, regions.layout), None)
-            touched = values_to_send(joined, 1.0, residual) != 0 if known is None else known.to(joined.device)
+            touched = values_to_send(joined, scale, residual) != 0 if known is None else known.to(joined.device)
             masks = _RowMasks(
                 ZeroMask(~touched), [ZeroMask(~each) for each in _exchanged(regions, touched, team, store)]
             )
             store.untouched[context.path, regions.layout] = masks
             masks.anywhere = residual is None and _any_masked(masks, team, store)
         if masks.anywhere:
-            now = values_to_send(joined, 1.0, None) != 0
+            now = values_to_send(joined, scale, None) != 0
             pairs = [(masks.sent, now), *zip(masks.received, _exchanged(regions, now, team, store), strict=True)]
             for mask, each in pairs:
                 mask.active &= ~each[mask.indices.long()]
-        return cls(codec, regions, masks, values_to_send(joined, 1.0, residual, masks.sent.indices.long()))
+        return cls(codec, regions, masks, values_to_send(joined, scale, residual, masks.sent.indices.long()))
 
     def encoded(self, payload: Tensor, chunk_numel: int, place: slice, residual: ErrorFeedback | None) -> None:
         """Flag the masked elements of a region that are touched here; their values stay in its residual.
