@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads commopt's JSON documents, with exact messages about invalid ones."""
+"""Reads and writes commopt's JSON documents, with exact messages about invalid ones."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import is_dataclass
 from itertools import repeat
 from pathlib import Path
+from secrets import token_hex
 from typing import Any, get_args, get_origin, get_type_hints
 
 from commopt.errors import ConfigurationError
@@ -44,6 +45,20 @@ def read_text(path: str | Path) -> str:
         raise ConfigurationError(f"{path} cannot be read: it is a binary file; pass the JSON file") from None
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{path} cannot be read: {reason_of(error)}; check the path") from None
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a text file as a whole: whoever is killed meanwhile, or finds the disk full, leaves the one before."""
+    path = Path(path).resolve()  # of a link the file
+    if path.exists() and not path.is_file():  # as /dev/stdout, which nothing can take the place of
+        path.write_text(text)
+        return
+    unfinished = path.with_name(f"{path.name}.{token_hex(4)}.unfinished")
+    try:
+        unfinished.write_text(text)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def parse(text: str | bytes, what: str, fix: str = "write the file again") -> Any:

@@ -29,82 +29,102 @@ __device__ __forceinline__ void encode(const Values& values, const Rows& rows, c
 extern "C" __global__ void encode_uniform8(const void* values, long long dtype, long long numel, double scale,
                                            unsigned char* payload, long long row_stride, long long rows,
                                            long long row_blocks, long long block_numel, const float* old, float* fresh,
-                                           const float* loss_scale, double decay) {
-    encode<Uniform<8>>({values, dtype, numel, scale}, {payload, row_stride, rows, row_blocks, block_numel},
-                       {old, fresh, loss_scale, decay}, Nearest{});
+                                           const float* loss_scale, double decay, const Part* parts,
+                                           long long part_count) {
+    encode<Uniform<8>>({values, dtype, numel, scale, {parts, part_count}},
+                       {payload, row_stride, rows, row_blocks, block_numel}, {old, fresh, loss_scale, decay},
+                       Nearest{});
 }
 
 extern "C" __global__ void encode_uniform4(const void* values, long long dtype, long long numel, double scale,
                                            unsigned char* payload, long long row_stride, long long rows,
                                            long long row_blocks, long long block_numel, const float* old, float* fresh,
-                                           const float* loss_scale, double decay) {
-    encode<Uniform<4>>({values, dtype, numel, scale}, {payload, row_stride, rows, row_blocks, block_numel},
-                       {old, fresh, loss_scale, decay}, Nearest{});
+                                           const float* loss_scale, double decay, const Part* parts,
+                                           long long part_count) {
+    encode<Uniform<4>>({values, dtype, numel, scale, {parts, part_count}},
+                       {payload, row_stride, rows, row_blocks, block_numel}, {old, fresh, loss_scale, decay},
+                       Nearest{});
 }
 
 extern "C" __global__ void encode_uniform2(const void* values, long long dtype, long long numel, double scale,
                                            unsigned char* payload, long long row_stride, long long rows,
                                            long long row_blocks, long long block_numel, const float* old, float* fresh,
-                                           const float* loss_scale, double decay) {
-    encode<Uniform<2>>({values, dtype, numel, scale}, {payload, row_stride, rows, row_blocks, block_numel},
-                       {old, fresh, loss_scale, decay}, Nearest{});
+                                           const float* loss_scale, double decay, const Part* parts,
+                                           long long part_count) {
+    encode<Uniform<2>>({values, dtype, numel, scale, {parts, part_count}},
+                       {payload, row_stride, rows, row_blocks, block_numel}, {old, fresh, loss_scale, decay},
+                       Nearest{});
 }
 
 extern "C" __global__ void encode_companded4(const void* values, long long dtype, long long numel, double scale,
                                              unsigned char* payload, long long row_stride, long long rows,
                                              long long row_blocks, long long block_numel, const float* old,
-                                             float* fresh, const float* loss_scale, double decay) {
-    encode<Companded>({values, dtype, numel, scale}, {payload, row_stride, rows, row_blocks, block_numel},
-                      {old, fresh, loss_scale, decay}, Nearest{});
+                                             float* fresh, const float* loss_scale, double decay, const Part* parts,
+                                             long long part_count) {
+    encode<Companded>({values, dtype, numel, scale, {parts, part_count}},
+                      {payload, row_stride, rows, row_blocks, block_numel}, {old, fresh, loss_scale, decay},
+                      Nearest{});
 }
 
 extern "C" __global__ void encode_centroids2(const void* values, long long dtype, long long numel, double scale,
                                              unsigned char* payload, long long row_stride, long long rows,
                                              long long row_blocks, long long block_numel, const float* old,
-                                             float* fresh, const float* loss_scale, double decay) {
-    encode<Centroids>({values, dtype, numel, scale}, {payload, row_stride, rows, row_blocks, block_numel},
-                      {old, fresh, loss_scale, decay}, Nearest{});
+                                             float* fresh, const float* loss_scale, double decay, const Part* parts,
+                                             long long part_count) {
+    encode<Centroids>({values, dtype, numel, scale, {parts, part_count}},
+                      {payload, row_stride, rows, row_blocks, block_numel}, {old, fresh, loss_scale, decay},
+                      Nearest{});
 }
 
 extern "C" __global__ void encode_sign_mean(const void* values, long long dtype, long long numel, double scale,
                                             unsigned char* payload, long long row_stride, long long rows,
                                             long long row_blocks, long long block_numel, const float* old, float* fresh,
-                                            const float* loss_scale, double decay) {
-    encode<Sign<Mean>>({values, dtype, numel, scale}, {payload, row_stride, rows, row_blocks, block_numel},
-                       {old, fresh, loss_scale, decay}, Nearest{});
+                                            const float* loss_scale, double decay, const Part* parts,
+                                            long long part_count) {
+    encode<Sign<Mean>>({values, dtype, numel, scale, {parts, part_count}},
+                       {payload, row_stride, rows, row_blocks, block_numel}, {old, fresh, loss_scale, decay},
+                       Nearest{});
 }
 
 extern "C" __global__ void encode_sign_rms(const void* values, long long dtype, long long numel, double scale,
                                            unsigned char* payload, long long row_stride, long long rows,
                                            long long row_blocks, long long block_numel, const float* old, float* fresh,
-                                           const float* loss_scale, double decay) {
-    encode<Sign<RootMeanSquare>>({values, dtype, numel, scale}, {payload, row_stride, rows, row_blocks, block_numel},
-                                 {old, fresh, loss_scale, decay}, Nearest{});
+                                           const float* loss_scale, double decay, const Part* parts,
+                                           long long part_count) {
+    encode<Sign<RootMeanSquare>>({values, dtype, numel, scale, {parts, part_count}},
+                                 {payload, row_stride, rows, row_blocks, block_numel}, {old, fresh, loss_scale, decay},
+                                 Nearest{});
 }
 
 extern "C" __global__ void encode_uniform8_stochastic(const void* values, long long dtype, long long numel,
                                                       double scale, unsigned char* payload, long long row_stride,
                                                       long long rows, long long row_blocks, long long block_numel,
                                                       const float* old, float* fresh, const float* loss_scale,
-                                                      double decay, long long seed, long long step, long long stream) {
-    encode<Uniform<8>>({values, dtype, numel, scale}, {payload, row_stride, rows, row_blocks, block_numel},
-                       {old, fresh, loss_scale, decay}, Stochastic(seed, step, stream));
+                                                      double decay, long long seed, long long step, long long stream,
+                                                      const Part* parts, long long part_count) {
+    encode<Uniform<8>>({values, dtype, numel, scale, {parts, part_count}},
+                       {payload, row_stride, rows, row_blocks, block_numel}, {old, fresh, loss_scale, decay},
+                       Stochastic(seed, step, stream));
 }
 
 extern "C" __global__ void encode_uniform4_stochastic(const void* values, long long dtype, long long numel,
                                                       double scale, unsigned char* payload, long long row_stride,
                                                       long long rows, long long row_blocks, long long block_numel,
                                                       const float* old, float* fresh, const float* loss_scale,
-                                                      double decay, long long seed, long long step, long long stream) {
-    encode<Uniform<4>>({values, dtype, numel, scale}, {payload, row_stride, rows, row_blocks, block_numel},
-                       {old, fresh, loss_scale, decay}, Stochastic(seed, step, stream));
+                                                      double decay, long long seed, long long step, long long stream,
+                                                      const Part* parts, long long part_count) {
+    encode<Uniform<4>>({values, dtype, numel, scale, {parts, part_count}},
+                       {payload, row_stride, rows, row_blocks, block_numel}, {old, fresh, loss_scale, decay},
+                       Stochastic(seed, step, stream));
 }
 
 extern "C" __global__ void encode_uniform2_stochastic(const void* values, long long dtype, long long numel,
                                                       double scale, unsigned char* payload, long long row_stride,
                                                       long long rows, long long row_blocks, long long block_numel,
                                                       const float* old, float* fresh, const float* loss_scale,
-                                                      double decay, long long seed, long long step, long long stream) {
-    encode<Uniform<2>>({values, dtype, numel, scale}, {payload, row_stride, rows, row_blocks, block_numel},
-                       {old, fresh, loss_scale, decay}, Stochastic(seed, step, stream));
+                                                      double decay, long long seed, long long step, long long stream,
+                                                      const Part* parts, long long part_count) {
+    encode<Uniform<2>>({values, dtype, numel, scale, {parts, part_count}},
+                       {payload, row_stride, rows, row_blocks, block_numel}, {old, fresh, loss_scale, decay},
+                       Stochastic(seed, step, stream));
 }

@@ -142,10 +142,10 @@ __device__ __forceinline__ void cut(const Team<MEMBERS>& team, int present, Tile
     }
 }
 
-// Read the block's first `present` elements times `factor`, the product rounded once.
+// Take the block's first `present` elements times `factor`, the product rounded once.
 template <typename T, int MEMBERS>
-__device__ __forceinline__ void load(const Team<MEMBERS>& team, const T* block, int present, float factor, Tile& tile) {
-    const Raw<T> raw = fetch(team, block, present);
+__device__ __forceinline__ void take(const Team<MEMBERS>& team, const Raw<T>& raw, int present, float factor,
+                                     Tile& tile) {
 #pragma unroll
     for (int group = 0; group < GROUPS; ++group) {
 #pragma unroll

@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// A flat buffer of any dtype that the kernels know.
+// Elements of a flat buffer of any dtype that the kernels know.
 #pragma once
 
-#include "team.cuh"
+#include "parts.cuh"
 
 struct Values {
-    const void* first;
+    const void* buffer;
     long long dtype;
     long long numel;
     double scale;
+    Parts parts;
 
     template <int MEMBERS>
     __device__ __forceinline__ void load_block(const Team<MEMBERS>& team, long long begin, int present,
@@ -22,6 +23,7 @@ struct Values {
 
     template <typename T, int MEMBERS>
     __device__ __forceinline__ void load_as(const Team<MEMBERS>& team, long long begin, int present, Tile& tile) const {
-        load(team, static_cast<const T*>(first) + begin, present, static_cast<float>(scale), tile);
+        const Raw<T> raw = fetch(team, static_cast<const T*>(buffer), parts, begin, present);
+        take(team, raw, present, static_cast<float>(scale), tile);
     }
 };

@@ -334,6 +334,9 @@ def main() -> None:
     parser.add_argument("--look-every", type=int, default=20, metavar="STEPS", help="evaluate so often")
     add_model_options(parser)
     options = parser.parse_args()
+    for name in ("steps", "look_every"):
+        if getattr(options, name) is not None and getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)} is not 1 or more")
 
     device = start_process_group()
     training = Training(options, device)

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from math import nan
 from typing import TypeAlias
 
 import torch
@@ -11,7 +13,8 @@ from torch import Tensor
 
 from commopt.kernels import quantize
 from commopt.kernels import quantize_reference as reference
-from commopt.kernels.codec import Codec, CodecName, Encoding, ErrorFeedback, RngKey
+from commopt.kernels.codec import Codec, CodecName, Encoding, ErrorFeedback, RngKey, Scattered
+from commopt.kernels.cpu import parts_of
 from commopt.kernels.loader import Loader
 from tests.emulator import launched_by
 from tests.payloads import GAP, GuardedResidual, ResidualUse, Rows, guarded, shifted
@@ -153,6 +156,53 @@ class Check:
         with launched_by(self._loader):
             quantize.accumulate(codec, sources.on(self._device), got[4:-4])
         assert torch.equal(got.cpu(), wanted)
+
+    def in_parts(self, codec: Codec, dtype: torch.dtype, numels: Sequence[int], gaps: Sequence[int]) -> None:
+        """Elements in parts, each behind a gap, are like those in one piece; what is between them is left alone."""
+        ends = list(accumulate(gap + numel for gap, numel in zip(gaps, numels, strict=True)))
+        spans = [slice(end - numel, end) for end, numel in zip(ends, numels, strict=True)]
+        begins = accumulate(numels, initial=0)
+        parts = parts_of((span.start, begin, numel) for span, begin, numel in zip(spans, begins, numels, strict=False))
+        buffer = torch.full((ends[-1] + 9,), nan, dtype=dtype)
+        for span in spans:
+            buffer[span] = torch.randn(span.stop - span.start)
+        joined, numel = torch.cat([buffer[span] for span in spans]), sum(numels)
+        chunk_numel = -(-numel // (2 * codec.block)) * codec.block
+        parts, old = parts.to(self._device), torch.randn(numel, device=self._device)
+
+        def scattered(there: Tensor) -> Scattered:
+            if len(spans) == 1:
+                return Scattered(there.to(self._device)[spans[0]], None, numel)
+            return Scattered(there.to(self._device), parts, numel)
+
+        def assert_alike(found: Scattered, wanted: Tensor) -> None:
+            there = found.buffer.cpu()
+            if len(spans) == 1:
+                assert torch.equal(there, wanted.cpu())
+                return
+            assert torch.equal(torch.cat([there[span] for span in spans]), wanted.cpu())
+            assert int(there.isnan().sum()) == len(there) - numel
+
+        made = []
+        with launched_by(self._loader):
+            for values in (joined.to(self._device), scattered(buffer)):
+                rows = rows_of(codec, 2, chunk_numel // codec.block, self._device)
+                residual = ErrorFeedback(old, torch.full_like(old, nan), None, 0.5)
+                quantize.encode(codec, values, rows.payload, Encoding(chunk_numel, 0.5, residual, RNG))
+                made.append((rows.arena, residual.new))
+            assert all(torch.equal(*pair) for pair in zip(*made, strict=True))
+            decoded = torch.empty_like(joined, device=self._device)
+            quantize.decode(codec, rows.payload, decoded, chunk_numel)
+            quantize.decode(codec, rows.payload, there := scattered(torch.full_like(buffer, nan)), chunk_numel)
+            assert_alike(there, decoded)
+            whole = -(-numel // codec.block) * codec.block
+            rows = rows_of(codec, 3, whole // codec.block, self._device)
+            values = torch.randn(3 * whole).to(self._device)
+            quantize.encode(codec, values, rows.payload, Encoding(whole, rng_key=RNG))
+            total = torch.empty(whole, device=self._device)
+            quantize.accumulate(codec, rows.payload, total)
+            quantize.accumulate(codec, rows.payload, there := scattered(torch.full((len(buffer),), nan)))
+            assert_alike(there, total[:numel])
 
     def not_finite(self, codec: Codec, dtype: torch.dtype, bad: float, where: int) -> None:
         """One bad element must spoil its whole block and no other."""

@@ -35,6 +35,20 @@ def test_what_is_saved_is_loaded(links: Links, tmp_path: Path) -> None:
         assert Links.load(tmp_path / "links.json") == saved
 
 
+def test_a_save_that_fails_leaves_the_file_before(
+    links: Links, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, linked = tmp_path / "links.json", tmp_path / "linked.json"
+    linked.symlink_to(path)
+    links.save(linked)
+    before = path.read_text()
+    monkeypatch.setattr(Links, "as_text", lambda links: before[:100] + "\udc80")  # fails when a part is written
+    with pytest.raises(UnicodeEncodeError):
+        links.save(linked)
+    assert path.read_text() == before
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["linked.json", "links.json"]
+
+
 def test_a_file_has_a_line_for_every_curve_with_the_quality_of_its_fit(links: Links, tmp_path: Path) -> None:
     links.save(tmp_path / "links.json")
     lines = (tmp_path / "links.json").read_text().splitlines()

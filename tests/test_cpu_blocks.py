@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from commopt.kernels import loader, quantize, sparse
-from commopt.kernels.codec import Codec, Encoding, ErrorFeedback
-from commopt.kernels.cpu import DTYPES, CpuKernels, Scattered, copy_parts, parts_of
+from commopt.kernels.codec import Codec, Encoding
+from commopt.kernels.cpu import DTYPES, CpuKernels, copy_parts, parts_of
 from commopt.kernels.sparse import SparseRow
 from tests import quantize_cases, sparse_cases
 from tests.payloads import ResidualUse
@@ -86,42 +86,11 @@ def test_threads_and_processors_change_no_bit(target: Any, codec: Codec, monkeyp
 def test_elements_in_parts_are_like_those_in_one_piece(
     target: Any, codec: Codec, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks inside a part, across several, and short ones; nothing between the parts is read or written."""
-    numels, gaps = (3, 64, 1, 600, 2**17 + 40, 512), (0, 5, 0, 64, 1, 7)
-    ends = list(itertools.accumulate(gap + numel for gap, numel in zip(gaps, numels, strict=True)))
-    spans = [slice(end - numel, end) for end, numel in zip(ends, numels, strict=True)]
-    parts = parts_of(
-        (span.start, done - numel, numel)
-        for span, done, numel in zip(spans, itertools.accumulate(numels), numels, strict=True)
-    )
-    buffer = torch.full((ends[-1] + 9,), nan, dtype=dtype)
-    for span in spans:
-        buffer[span] = torch.randn(span.stop - span.start)
-    joined, numel = torch.cat([buffer[span] for span in spans]), sum(numels)
-    chunk_numel = -(-numel // (2 * codec.block)) * codec.block
-    old = torch.randn(numel)
+    """Blocks inside a part, across several, and short ones."""
     for threads in (1, 3):
         monkeypatch.setattr(loader, "cpu_threads", lambda threads=threads: threads)
-        made = []
-        for values in (joined, Scattered(buffer, parts, numel)):
-            rows, new = quantize_cases.rows_of(codec, 2, chunk_numel // codec.block), torch.full((numel,), nan)
-            residual = ErrorFeedback(old, new, None, 0.5)
-            quantize.encode(codec, values, rows.payload, Encoding(chunk_numel, 0.5, residual, quantize_cases.RNG))
-            made.append((rows.payload.clone(), new))
-        assert all(torch.equal(*pair) for pair in zip(*made, strict=True))
-        decoded, there = torch.empty_like(joined), torch.full_like(buffer, nan)
-        quantize.decode(codec, made[0][0], decoded, chunk_numel)
-        quantize.decode(codec, made[0][0], Scattered(there, parts, numel), chunk_numel)
-        assert torch.equal(torch.cat([there[span] for span in spans]), decoded)
-        assert int(there.isnan().sum()) == len(there) - numel
-    whole = -(-numel // codec.block) * codec.block
-    rows = quantize_cases.rows_of(codec, 3, whole // codec.block)
-    quantize.encode(codec, torch.randn(3 * whole), rows.payload, Encoding(whole, rng_key=quantize_cases.RNG))
-    total, there = torch.empty(whole), torch.full((len(buffer),), nan)
-    quantize.accumulate(codec, rows.payload, total)
-    quantize.accumulate(codec, rows.payload, Scattered(there, parts, numel))
-    assert torch.equal(torch.cat([there[span] for span in spans]), total[:numel])
-    assert int(there.isnan().sum()) == len(there) - numel
+        check = quantize_cases.Check(CpuKernels(target), "cpu")
+        check.in_parts(codec, dtype, (3, 64, 1, 600, 2**17 + 40, 512), (0, 5, 0, 64, 1, 7))
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -15,7 +15,7 @@ from commopt import Aggregator, Cast, Compressed, Hierarchical, OneBit, PowerSGD
 from commopt.compress import Compressor
 from commopt.kernels import loader, lowrank, packing, quantize
 from commopt.kernels import lowrank_reference as reference
-from commopt.kernels.cpu import Scattered
+from commopt.kernels.codec import Scattered
 from tests.catalogue import run_on
 from tests.chosen import Chooser
 from tests.hook_training import assert_identical
@@ -222,7 +222,7 @@ def train_in_place(rank: int, world_size: int, aggregator: Aggregator, dtype: to
         return patch.object(quantize, operation, call)
 
     with (
-        patch("commopt.aggregate.rows.takes_scattered", lambda dtype: where == "in place"),
+        patch("commopt.aggregate.rows.takes_scattered", lambda device, dtype: where == "in place"),
         noted("encode", 1),
         noted("decode", 2),
         noted("accumulate", 2),

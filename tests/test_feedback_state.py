@@ -550,8 +550,9 @@ def test_ranks_must_merge_the_same_states(saved: Saved) -> None:
 def test_states_of_several_checkpoints_are_not_merged(saved: Saved) -> None:
     folder, later = saved("8 bits", "3", 3, False), saved("8 bits", "3", 4, False)
     one, two = saved_state(folder, 0), saved_state(folder, 1)
-    mistakes: list[tuple[list[Any], tuple[str, ...]]] = [
+    mistakes: list[tuple[Any, tuple[str, ...]]] = [
         ([], ("empty", "one rank or more")),
+        (None, ("NoneType", "merged_state([state])")),
         ([one, saved_state(later, 1)], ("places 0 and 1", "steps", "same step")),
         ([one, two, one], ("[0, 1, 0]", "once")),
         ([one, None], ("None", "state_dict()")),

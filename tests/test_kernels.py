@@ -125,6 +125,13 @@ class TestBlocks:
         for bad, where in itertools.product(BAD, (0, 77, -1)):
             check.not_finite(codec, dtype, bad, where)
 
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("codec", codecs(64, 128, 576), ids=codec_id)
+    def test_elements_in_parts(self, check: quantize_cases.Check, codec: Codec, dtype: torch.dtype) -> None:
+        """Blocks inside a part, at every alignment, across two parts and across many."""
+        check.in_parts(codec, dtype, (3, 64, 1, 600, 5, 2, 2048, 1, 700), (0, 5, 0, 64, 1, 2, 3, 1, 2))
+        check.in_parts(codec, dtype, (701,), (5,))
+
 
 def test_philox_counts_past_32_bits(emulator: Emulator) -> None:
     library = emulator.build(

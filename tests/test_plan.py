@@ -71,7 +71,7 @@ def changed(path: str, value: Any) -> str:
         ("format", 1, "format 1, but this commopt reads format 2"),
         ("format", ..., "format None"),
         ("groups", ..., '"groups" is missing'),
-        ("groups", [], "no groups"),
+        ("groups", [], "groups are ()"),
         ("groups", {"a": 1}, "must be a list"),
         ("groups/0", "p0", "groups[0] is 'p0'; it must be a list"),
         ("groups/0", [], "at least one parameter name"),

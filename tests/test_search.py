@@ -105,6 +105,14 @@ def test_a_plan_that_makes_steps_longer_is_taken_back() -> None:
     assert any("as before: nothing tried saves" in reason for reason in machine.reasons)
 
 
+@pytest.mark.parametrize("slower", ["flat", "hierarchical"])
+def test_of_two_that_average_alike_and_cost_alike_steps_decide(slower: str) -> None:
+    """What messages cost says little where they were timed for a second."""
+    alike = Costs(dict.fromkeys(PRICES, COSTS.prices["flat"]), overhead_us=COSTS.overhead_us)
+    machine = Machine(truth=lambda _: Truth(transfers={slower: 3.0}), costs=alike).run(100)
+    assert machine.plan.strategy == ({"flat", "hierarchical"} - {slower}).pop()
+
+
 def test_a_gain_below_one_percent_is_not_worth_a_change() -> None:
     """The forward takes two seconds; what could be gained are some milliseconds."""
     machine = Machine(units=units_of([unit.nbytes for unit in UNITS], gap_us=2000.0, first_us=2e6)).run(2000)

@@ -32,6 +32,7 @@ from commopt.feedback import (
     EXP_AVG,
     EXP_AVG_SQ,
     SAMPLE_EVERY_STEPS,
+    SAMPLE_NUMEL,
     BufferContext,
     Feedback,
     Layout,
@@ -247,20 +248,19 @@ class Compressed(Aggregator):
             residuals.append(residual)
             key = context.rng_key("worker") if encoder.stochastic else RngKey()
             encoding = Encoding(region.chunk_numel, scale, residual, key)
-            samples = residual is not None and not region.dense and context.step % SAMPLE_EVERY_STEPS == 0
-            if not samples and not MaskedRegion.may_be(region, context):
-                region.encode(buffer, payload, encoding, context.scratch)
+            if MaskedRegion.may_be(region, context):
+                with context.scratch.frame():
+                    values = region.read(buffer, context.scratch)
+                    mask = MaskedRegion.of(region, values, scale, residual, team, context)
+                    masks.append(mask)
+                    encoder.compress(values, region.payload(payload), encoding)
+                    if mask is not None:
+                        mask.encoded(values, scale, region.payload(payload), region.chunk_numel, residual)
+            else:
                 masks.append(None)
-                continue
-            with context.scratch.frame():
-                values = region.read(buffer, context.scratch)
-                mask = MaskedRegion.of(region, values, scale, residual, team, context)
-                masks.append(mask)
-                encoder.compress(values, region.payload(payload), encoding)
-                if mask is not None:
-                    mask.encoded(values, scale, region.payload(payload), region.chunk_numel, residual)
-                if samples and residual is not None:
-                    context.sample(values, scale, residual)
+                region.encode(buffer, payload, encoding, context.scratch)
+            if residual is not None and not region.dense and context.step % SAMPLE_EVERY_STEPS == 0:
+                context.sample(region.first(buffer, SAMPLE_NUMEL), scale, residual)
         return residuals, masks
 
     def _rows(self, layout: Layout, dtype: torch.dtype, chunks: int, step: int | None) -> RowFormat:

@@ -14,7 +14,7 @@ from commopt.aggregate.residuals import add_rounding_error, encoding_residual
 from commopt.aggregate.rows import Region, RowRegions, ShardRows
 from commopt.aggregate.zero_rows import MaskedRows
 from commopt.compress import Encoding, ErrorFeedback, RngKey
-from commopt.feedback import SAMPLE_EVERY_STEPS, BufferContext, Feedback, Scratch
+from commopt.feedback import SAMPLE_EVERY_STEPS, SAMPLE_NUMEL, BufferContext, Feedback, Scratch
 from commopt.groups import Team
 from commopt.kernels.finite import all_finite, all_true
 
@@ -69,8 +69,7 @@ def _encode(
         if mask is not None:
             mask.encoded(region.payload(encoded), region.chunk_numel, place, own)
         if samples and own is not None:
-            with context.scratch.frame():
-                context.sample(region.read(buffer, context.scratch), scale, own)
+            context.sample(region.first(buffer, SAMPLE_NUMEL), scale, own)
             samples = False
     if mask is not None:
         mask.shrink()

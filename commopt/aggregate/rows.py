@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from glob import escape
 from itertools import accumulate
 from math import ceil
@@ -22,7 +22,8 @@ from commopt.aggregate.base import Action, WorkKind, call, work
 from commopt.compress import Blockwise, Cast, Compressor, Encoding, Exact
 from commopt.feedback import Layout, Piece, Scratch, Spans, joined_spans, matches
 from commopt.groups import Team, TeamShape
-from commopt.kernels.cpu import Scattered, copy_parts, parts_of, takes_scattered
+from commopt.kernels.codec import Scattered
+from commopt.kernels.cpu import copy_parts, parts_of, takes_scattered
 from commopt.kernels.finite import all_true
 
 if TYPE_CHECKING:
@@ -73,11 +74,19 @@ class Region:
     @cached_property
     def _parts(self) -> tuple[Tensor, Tensor]:
         """The copies that `read` and `write` make."""
-        ends = accumulate(end - begin for begin, end in self.spans)
-        parts = [
-            (begin, last - (end - begin), end - begin) for (begin, end), last in zip(self.spans, ends, strict=True)
-        ]
+        parts = _parts_in(self.spans)
         return parts_of(parts), parts_of((there, here, numel) for here, there, numel in parts)
+
+    def _parts_on(self, device: torch.device) -> Tensor:
+        """Return the copies that `read` makes, for kernels on a device."""
+        known = self._parts_by_device.get(device)
+        if known is None:
+            known = self._parts_by_device[device] = _kept_parts(self.spans, device)
+        return known
+
+    @cached_property
+    def _parts_by_device(self) -> dict[torch.device, Tensor]:
+        return {}
 
     @cached_property
     def _chunk_layouts(self) -> dict[int, Layout]:
@@ -89,11 +98,14 @@ class Region:
         dtype: what the buffer's must be.
         """
         compressor = self.compressor
-        if not isinstance(compressor, Blockwise) or buffer.device.type != "cpu" or dtype not in (None, buffer.dtype):
+        if not isinstance(compressor, Blockwise) or dtype not in (None, buffer.dtype):
             return None
-        if not takes_scattered(buffer.dtype):
+        if not takes_scattered(buffer.device, buffer.dtype):
             return None
-        return compressor, Scattered(buffer, self._parts[0], self.numel)
+        if len(self.spans) == 1:
+            begin, end = self.spans[0]
+            return compressor, Scattered(buffer[begin:end], None, self.numel)
+        return compressor, Scattered(buffer, self._parts_on(buffer.device), self.numel)
 
     def encode(self, buffer: Tensor, rows: Tensor, encoding: Encoding, scratch: Scratch) -> None:
         """Encode the region's elements of `buffer` into its columns of `rows`."""
@@ -127,6 +139,16 @@ class Region:
             return joined
         return torch.cat([buffer[begin:end] for begin, end in self.spans], out=joined)
 
+    def first(self, buffer: Tensor, numel: int) -> Tensor:
+        """Return the region's first `numel` elements of `buffer`, or all that there are."""
+        parts = []
+        for begin, end in self.spans:
+            parts.append(buffer[begin : min(end, begin + numel)])
+            numel -= end - begin
+            if numel <= 0:
+                break
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
     def target(self, buffer: Tensor, dtype: torch.dtype, numel: int, scratch: Scratch) -> Tensor:
         """Return where to decode `numel` elements as `dtype`: the buffer itself where it fits."""
         if buffer.dtype == dtype and buffer.numel() == self.numel == numel:
@@ -139,6 +161,18 @@ class Region:
             return
         targets = [buffer[begin:end] for begin, end in self.spans]
         torch._foreach_copy_(targets, list(values.split([target.numel() for target in targets])))
+
+
+def _parts_in(spans: Spans) -> list[tuple[int, int, int]]:
+    """Return where each span begins in the buffer and among the elements, and its length."""
+    ends = accumulate(end - begin for begin, end in spans)
+    return [(begin, last - (end - begin), end - begin) for (begin, end), last in zip(spans, ends, strict=True)]
+
+
+@cache
+def _kept_parts(spans: Spans, device: torch.device) -> Tensor:
+    """Return the parts on a device, kept for good: a CUDA graph may read them as long as the process lives."""
+    return parts_of(_parts_in(spans)).to(device)
 
 
 @dataclass(frozen=True)

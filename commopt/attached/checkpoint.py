@@ -77,8 +77,11 @@ def merged_state(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     ranks had not sent yet is lost, and nothing else; a warning names them. Not collective.
     Raises ConfigurationError when parts are not of one checkpoint.
     """
-    if isinstance(parts, Mapping):
-        raise ConfigurationError("merged_state takes the states of several ranks; pass a list, merged_state([state])")
+    if isinstance(parts, Mapping) or not isinstance(parts, Iterable):
+        raise ConfigurationError(
+            f"merged_state takes the states of several ranks and got a {type(parts).__name__}; pass a list of what "
+            f"state_dict() returned, merged_state([state])"
+        )
     found = _checked_parts(list(parts))
     members, nodes = found[0].get("members"), found[0]["nodes"]
     missing = sorted(set(range(len(nodes))) - {part["place"] for part in found})

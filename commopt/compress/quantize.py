@@ -13,8 +13,7 @@ from torch import Tensor
 from commopt.compress.base import Candidates, Compressor
 from commopt.errors import ConfigurationError, did_you_mean
 from commopt.kernels import quantize
-from commopt.kernels.codec import Codec, CodecName, Encoding
-from commopt.kernels.cpu import Scattered
+from commopt.kernels.codec import Codec, CodecName, Encoding, Scattered
 
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 64, 4096
 # To AdamW small gradients matter as much as large ones. With 2 bits they come out as noise beside larger ones: longer

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 _ALIGNMENT = 512  # as the memory of a CUDA tensor
-_REMEMBERED_STEPS = 16  # a sample, taken in every eighth, may need more
+_REMEMBERED_STEPS = 64  # an error that is measured, in every 32nd, may need more; graphs work with what is freed
 
 
 class Scratch:

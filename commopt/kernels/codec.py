@@ -144,6 +144,24 @@ def check_rows(payload: Tensor, chunk_numel: int, nbytes: int) -> None:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class Scattered:
+    """Elements of a 1-D contiguous buffer in parts, which kernels of block quantization read and write where they are.
+
+    parts: int64 [n, 3] on the device of the buffer: where each begins in the buffer, where among the elements, and how
+        many there are; in the order of the elements, of which none is missing. None where they are the whole buffer.
+    """
+
+    buffer: Tensor
+    parts: Tensor | None
+    numel: int
+
+    @property
+    def arguments(self) -> tuple[int, int]:
+        """What the kernels take."""
+        return (0, 0) if self.parts is None else (self.parts.data_ptr(), len(self.parts))
+
+
 def check_values(values: Tensor, payload: Tensor, chunk_numel: int, numel: int | None = None) -> None:
     """Raise an error unless `values` are floating, 1-D, contiguous, on the device of `payload`, and fit into it.
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,32 +21,13 @@ _NUMBER["sign"] = _NUMBER["sign_mean"]  # decoded alike
 _NO_RNG = (0, 0, 0)
 
 
-@dataclass(frozen=True, eq=False)
-class Scattered:
-    """Elements of a 1-D contiguous buffer in parts, which the CPU's block kernels read and write where they are.
-
-    parts: as of `parts_of`: where each begins in the buffer, where among the elements, and how many there are; in the
-        order of the elements, of which none is missing.
-    """
-
-    buffer: Tensor
-    parts: Tensor
-    numel: int
-
-    @property
-    def arguments(self) -> tuple[int, int]:
-        """What the kernels take."""
-        return self.parts.data_ptr(), len(self.parts)
-
-
 class CpuKernels(Loader):
-    """Calls compiled functions at once, in as many threads as torch uses. scattered: the values, if they are that."""
+    """Calls compiled functions at once, in as many threads as torch uses."""
 
     fix = "install commopt where there is a C++ compiler"
 
-    def __init__(self, module: Any, scattered: Scattered | None = None) -> None:
+    def __init__(self, module: Any) -> None:
         self._module = module
-        self._parts = (0, 0) if scattered is None else scattered.arguments
 
     def queue(self, device: torch.device, kernel: str, grid: int, block: int, arguments: Arguments) -> None:
         """Run at once, unless there is nothing to do."""
@@ -58,21 +38,20 @@ class CpuKernels(Loader):
         """See Loader; how to cut up the work is left to the function."""
         operation, _, codec = kernel.partition("_")
         rng = _NO_RNG if operation != "decode" and not codec.endswith("stochastic") else ()
-        parts = () if operation == "recode" else self._parts
-        getattr(self._module, operation)(_NUMBER[codec], *arguments, *rng, *parts, loader.cpu_threads())
+        last = len(arguments) - (0 if operation == "recode" else 2)  # behind them come the parts of the values
+        before, parts = arguments[:last], arguments[last:]
+        getattr(self._module, operation)(_NUMBER[codec], *before, *rng, *parts, loader.cpu_threads())
 
 
-def block_kernels(
-    device: torch.device, dtype: torch.dtype = torch.float32, scattered: Scattered | None = None
-) -> Loader | None:
+def block_kernels(device: torch.device, dtype: torch.dtype = torch.float32) -> Loader | None:
     """Return what launches the kernels of block quantization for values of `dtype`, None where plain torch computes."""
     module = loader.cpu_kernels() if device.type == "cpu" and dtype in DTYPES else None
-    return loader.loader_for(device, dtype) if module is None else CpuKernels(module, scattered)
+    return loader.loader_for(device, dtype) if module is None else CpuKernels(module)
 
 
-def takes_scattered(dtype: torch.dtype) -> bool:
-    """Return whether the block kernels can work on Scattered elements of a buffer of this dtype."""
-    return dtype in DTYPES and loader.cpu_kernels() is not None
+def takes_scattered(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether there are block kernels for Scattered elements of a buffer of this dtype."""
+    return block_kernels(device, dtype) is not None
 
 
 def readable(values: Tensor) -> Tensor:

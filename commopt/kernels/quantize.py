@@ -14,6 +14,7 @@ from commopt.kernels.codec import (
     Encoding,
     ErrorFeedback,
     RngKey,
+    Scattered,
     check_residual,
     check_rows,
     check_total,
@@ -21,7 +22,7 @@ from commopt.kernels.codec import (
     residual_arguments,
     rng_arguments,
 )
-from commopt.kernels.cpu import Scattered, block_kernels, readable
+from commopt.kernels.cpu import block_kernels, readable
 from commopt.kernels.finite import all_finite
 from commopt.kernels.loader import Arguments, Loader
 from commopt.kernels.residual import round_with_residual
@@ -43,7 +44,7 @@ def encode(codec: Codec, values: Tensor | Scattered, payload: Tensor, encoding: 
     check_values(values, payload, chunk_numel, numel)
     check_residual(encoding.residual, numel, payload)
     values = readable(values)
-    kernels = block_kernels(payload.device, values.dtype, scattered)
+    kernels = block_kernels(payload.device, values.dtype)
     if kernels is None:
         from commopt.kernels import quantize_reference as reference
 
@@ -58,6 +59,7 @@ def encode(codec: Codec, values: Tensor | Scattered, payload: Tensor, encoding: 
         *_shape(codec, payload.shape[0], chunk_numel),
         *residual_arguments(encoding.residual),
         *(rng_arguments(encoding.rng_key) if codec.stochastic else ()),
+        *_part_arguments(scattered),
     )
     _launch(kernels, f"encode_{_encoder(codec)}", codec, payload, payload.shape[0] * chunk_numel, arguments)
 
@@ -67,13 +69,13 @@ def decode(codec: Codec, payload: Tensor, values: Tensor | Scattered, chunk_nume
     values, scattered, numel = _opened(values)
     _check_rows(codec, payload, chunk_numel)
     check_values(values, payload, chunk_numel, numel)
-    kernels = block_kernels(payload.device, values.dtype, scattered)
+    kernels = block_kernels(payload.device, values.dtype)
     if kernels is None:
         from commopt.kernels import quantize_reference as reference
 
         return reference.decode(codec, payload, values, chunk_numel)
     rows = -(-numel // max(chunk_numel, 1))
-    _decode(kernels, codec, payload, rows, 1, values, chunk_numel, numel)
+    _decode(kernels, codec, payload, (rows, 1), values, chunk_numel, numel, scattered)
 
 
 def accumulate(codec: Codec, payloads: Tensor, total: Tensor | Scattered) -> None:
@@ -86,12 +88,12 @@ def accumulate(codec: Codec, payloads: Tensor, total: Tensor | Scattered) -> Non
     _check_rows(codec, payloads, chunk_numel)
     check_values(total, payloads, chunk_numel, numel)
     check_total(total)
-    kernels = block_kernels(payloads.device, total.dtype, scattered)
+    kernels = block_kernels(payloads.device, total.dtype)
     if kernels is None:
         from commopt.kernels import quantize_reference as reference
 
         return reference.accumulate(codec, payloads, total)
-    _decode(kernels, codec, payloads, 1, payloads.shape[0], total, chunk_numel, numel)
+    _decode(kernels, codec, payloads, (1, payloads.shape[0]), total, chunk_numel, numel, scattered)
 
 
 def recode(codec: Codec, payloads: Tensor, payload: Tensor, numel: int, encoding: Encoding) -> None:
@@ -148,9 +150,22 @@ def _opened(values: Tensor | Scattered) -> tuple[Tensor, Scattered | None, int]:
     return values.buffer, values, values.numel
 
 
+def _part_arguments(scattered: Scattered | None) -> tuple[int, int]:
+    return (0, 0) if scattered is None else scattered.arguments
+
+
 def _decode(
-    kernels: Loader, codec: Codec, payload: Tensor, rows: int, peers: int, values: Tensor, chunk_numel: int, numel: int
+    kernels: Loader,
+    codec: Codec,
+    payload: Tensor,
+    sums: tuple[int, int],
+    values: Tensor,
+    chunk_numel: int,
+    numel: int,
+    scattered: Scattered | None,
 ) -> None:
+    """Decode sums[0] rows of values, each the sum of sums[1] rows of payload."""
+    rows, peers = sums
     arguments = (
         payload.data_ptr(),
         payload.stride(0),
@@ -159,6 +174,7 @@ def _decode(
         values.data_ptr(),
         DTYPES[values.dtype],
         numel,
+        *_part_arguments(scattered),
     )
     _launch(kernels, f"decode_{_decoder(codec)}", codec, payload, rows * chunk_numel, arguments)
 

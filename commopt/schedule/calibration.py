@@ -72,18 +72,28 @@ def calibrate(
         points[name] = []
         for place, layout in enumerate(samples):
             nbytes = layout.numel * dtype.itemsize
-            expected_us = points[name][-1][1] * nbytes / points[name][-1][0] if points[name] else 0.0
-            if place >= least and expected_us * (1 + fewest) > left_us:
+            if place >= least and _expected_us(points[name], nbytes) * (1 + fewest) > left_us:
                 break
             mean_us = _sender(aggregator, layout, dtype, team)
             if team.default_device.type == "cuda":
                 mean_us(1)  # the first collective of a level takes NCCL longer than any budget
             once_us = mean_us(1)
+            left_us -= once_us
             calls = min(_MOST_CALLS, max(fewest, ceil(enough_us / once_us)))
+            if place >= least and calls * once_us > left_us:  # longer than expected: that one call has to do
+                points[name].append((nbytes, once_us))
+                break
             points[name].append((nbytes, mean_us(calls)))
-            left_us -= once_us + calls * points[name][-1][1]
+            left_us -= calls * points[name][-1][1]
             del mean_us  # before the next one takes memory
     return points
+
+
+def _expected_us(points: Points, nbytes: int) -> float:
+    """Return what a longer message should take, along the line through the last two: most of a short one is latency."""
+    *_, (before_nbytes, before_us), (last_nbytes, last_us) = [(0, 0.0), *points]
+    slope = (last_us - before_us) / (last_nbytes - before_nbytes)
+    return last_us + max(0.0, slope) * (nbytes - last_nbytes)
 
 
 def prices_from_points(points: Mapping[str, Points], whole: Layout, dtype: torch.dtype) -> dict[str, PriceTable]:

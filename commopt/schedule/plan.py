@@ -73,8 +73,10 @@ class Plan:
     predicted: Prediction | None = None
 
     def __post_init__(self) -> None:
-        if not self.groups:
-            raise ConfigurationError("plan: it has no groups; give it at least one")
+        if not isinstance(self.groups, tuple) or not self.groups:
+            raise ConfigurationError(
+                f"plan: groups are {self.groups!r:.80}; give a tuple of at least one group of names"
+            )
         for group in self.groups:
             _require_names(group, "plan: a group")
         require_text(self.strategy, "plan: strategy")

@@ -37,7 +37,10 @@ SETTLING_STEPS = 2  # buffers and caches follow
 LEAST_STEPS = 4
 FIRST_DISTANCE_STEPS = 50
 LARGEST_DISTANCE_STEPS = 800
-_HOPELESS = 1.05  # a strategy that is expected to take so much longer than the best is not tried
+# A strategy that is expected to take so much longer than the best is not tried: one of auto's, of which there are many,
+# or one that averages alike. Messages are timed for a second, which says little of two that are near each other.
+_HOPELESS, _HOPELESS_ALIKE = 1.05, 1.25
+_WORTH_A_TRIAL = 0.1  # of a step that is exposed: with less, one that averages alike is tried if it should save
 _CLEAR = 0.75  # of the step before: with a smaller gain the plan before is measured twice
 _FIRST = "first plan"
 _STOCK = "no strategy beats stock DDP here; detach the hook"
@@ -236,13 +239,15 @@ class Search:
                 yield replace(candidate, name=name, plan=plan, expected_us=reference.expected_of(plan, self.costs))
 
     def _is_hopeful(self, comparison: _Comparison, candidate: Candidate) -> bool:
-        """Return whether a plan is expected to save enough, or to show how a strategy of `auto` does."""
+        """Return whether a plan is expected to save enough, or to show how a strategy does that was not tried yet."""
         assert candidate.expected_us is not None  # it was predicted
         step_us, exposed_us = candidate.expected_us
         known = candidate.strategy in [each.strategy for each in comparison.tried]
-        most = 1 - LEAST_GAIN if known or not self._allow else _HOPELESS
-        saves = exposed_us < (1 - LEAST_SHARE) * comparison.base.exposed.value or comparison.before.lossy
-        return saves and candidate.steps * step_us <= most * comparison.fastest.to_loss.value
+        base, to_loss_us, least_us = comparison.base, candidate.steps * step_us, comparison.fastest.to_loss.value
+        if not (known or self._allow) and base.exposed.value > _WORTH_A_TRIAL * base.step.value:
+            return to_loss_us <= _HOPELESS_ALIKE * least_us
+        saves = exposed_us < (1 - LEAST_SHARE) * base.exposed.value or comparison.before.lossy
+        return saves and to_loss_us <= (1 - LEAST_GAIN if known or not self._allow else _HOPELESS) * least_us
 
     def _conclude(self, comparison: _Comparison, step: int, *, all_tried: bool) -> Decision:
         """End the comparison. all_tried: whether no hopeful candidate is left."""
