@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import is_dataclass
 from itertools import repeat
@@ -47,17 +48,20 @@ def read_text(path: str | Path) -> str:
         raise ConfigurationError(f"{path} cannot be read: {reason_of(error)}; check the path") from None
 
 
-def write_text(path: str | Path, text: str) -> None:
-    """Write a text file as a whole: whoever is killed meanwhile, or finds the disk full, leaves the one before."""
+def write_whole(path: str | Path, content: bytes) -> None:
+    """Write a file as a whole: whoever is killed meanwhile, or finds the disk full, leaves the one before."""
     path = Path(path).resolve()  # of a link the file
     if path.exists() and not path.is_file():  # as /dev/stdout, which nothing can take the place of
-        path.write_text(text)
+        path.write_bytes(content)
         return
     unfinished = path.with_name(f"{path.name}.{token_hex(4)}.unfinished")
     try:
-        unfinished.write_text(text)
+        with unfinished.open("wb") as target:
+            target.write(content)
+            target.flush()
+            os.fsync(target.fileno())
         unfinished.replace(path)
-    finally:
+    finally:  # on a full disk it would take the place of the next one
         unfinished.unlink(missing_ok=True)
 
 

@@ -63,6 +63,28 @@ def test_where_time_is_short_samples_begin_later_and_are_called_twice_only() -> 
     assert calls == [(2**16, 1), (2**16, 1), (2**18, 1), (2**18, 1)]
 
 
+@pytest.mark.parametrize(("last_us", "calls"), [(90_000.0, 3), (700_000.0, 1)], ids=["as expected", "much longer"])
+def test_samples_go_on_to_long_ones_while_latency_is_most_of_what_they_take(last_us: float, calls: int) -> None:
+    """Ways that differ for long messages may be alike for short ones; one call is the most that is spent too much."""
+    samples = [Layout.anonymous(numel) for numel in (2**10, 2**12, 2**14, 2**16, 2**18)]
+    counts: list[int] = []
+
+    def sender(aggregator: Aggregator, layout: Layout, dtype: torch.dtype, team: Team) -> Callable[[int], float]:
+        def mean_us(count: int) -> float:
+            if layout.numel == 2**18:
+                counts.append(count)
+            return last_us if layout.numel == 2**18 else 40_000.0 + layout.numel / 10
+
+        return mean_us
+
+    with patch.object(calibration, "_sender", sender):
+        team: Any = Mock(default_device=torch.device("cpu"))
+        points = calibrate({"flat": Flat()}, samples, torch.float32, team, 1.2)
+    assert [nbytes for nbytes, _ in points["flat"]] == [4 * each.numel for each in samples]
+    assert points["flat"][-1][1] == last_us
+    assert sum(counts) == (1 + calls if calls > 1 else 1)
+
+
 def test_no_sample_is_so_large_that_it_could_exhaust_the_memory() -> None:
     layout = Layout.of_parameters([("a", (7 * 10**9,)), ("b", (5,))])
     numels = [sample.numel for sample in samples_of(layout, 2)]

@@ -25,6 +25,7 @@ from commopt import (
     Quantize,
 )
 from commopt.aggregate import Action, Aggregator, Buffer, Call, context_for
+from commopt.compress import Compressor
 from commopt.errors import ConfigurationError
 from commopt.feedback import BufferContext, ResidualStore, Scratch
 from commopt.groups import Team, TeamShape, WireBytes, join
@@ -178,6 +179,44 @@ def test_in_a_network_with_sites_they_are_added_up_in_each_first(name: str) -> N
 
 def test_gradients_of_16_bits_lose_nothing_either() -> None:
     check_reduction(AGGREGATORS["2 bits"], (2, 2), torch.bfloat16)
+
+
+def reduce_spoilt(
+    rank: int, world: int, aggregator: Aggregator, owner: int, column: int, value: float
+) -> tuple[int, bool, bool]:
+    """Let an element that rank 0 has for another rank be no number in the second of three steps.
+
+    Return how many steps a rank did not commit, whether the second left its residuals alone, and its last is finite.
+    """
+    team = join(None, None, 60).team
+    scatter, store, parts = ReduceScatter(aggregator, team, order_of(team)), ResidualStore(), parts_of(rank)
+    owed, output = [], torch.empty(0)
+    for step in range(3):
+        source = padded(gradients(rank, step))
+        if step == 1 and rank == 0:
+            source[owner, column] = value
+        store.transaction.begin_step()
+        context = context_for(aggregator, scatter.layout(parts), team, store, step, 0, team.ranks[team.rank])
+        output = torch.zeros(source.shape[1])
+        scatter(output, source.view(-1), parts, 1 / world, context)
+        store.transaction.end_bucket((), last=True)
+        owed.append(torch.cat([slot.values.clone() for slot in store.residuals()]))
+    finite = bool(output.isfinite().all() and owed[-1].isfinite().all())
+    return int(store.transaction.dropped), torch.equal(owed[0], owed[1]), finite
+
+
+@pytest.mark.parametrize(("owner", "value"), [(1, torch.nan), (WORLD - 1, torch.nan), (WORLD - 1, torch.inf)])
+@pytest.mark.parametrize("name", [name for name, _ in SHAPES if name != "b.norm"])  # of which the last rank has nothing
+@pytest.mark.parametrize("compressor", [Quantize(bits=4), OneBit(block=64), Cast(torch.bfloat16)], ids=repr)
+def test_what_is_no_number_is_kept_neither_by_its_sender_nor_by_its_owner(
+    compressor: Compressor, name: str, owner: int, value: float
+) -> None:
+    column = sum(part.padded for part in parts_of(owner)[: [each for each, _ in SHAPES].index(name)])
+    aggregator = Compressed(compressor, dense=("*.bias",))
+    results = run(reduce_spoilt, WORLD, aggregator, owner, column, value)
+    for rank, (dropped, alone, finite) in enumerate(results):
+        spoilt = rank in (0, owner)
+        assert (dropped, alone, finite) == (int(spoilt), spoilt, True), rank
 
 
 # ------------------------------------------------------------------------------------------- weights

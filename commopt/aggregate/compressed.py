@@ -156,10 +156,8 @@ class Compressed(Aggregator):
         residuals, masks = self._encode(rows, buffer, mine, team, scale, context)
         rows.travel("all_gather", team, received, mine, context.scratch)
         for region, residual, mask in zip(rows.regions, residuals, masks, strict=True):
-            in_place = region.in_place(buffer, torch.float32) if mask is None and not rows.rounds else None
-            if in_place is not None:
-                compressor, total_there = in_place
-                compressor.accumulate(region.payload(received), total_there)
+            if mask is None and not rows.rounds:
+                region.accumulate(received, buffer, context.scratch)
                 continue
             with context.scratch.frame():
                 total = region.target(buffer, torch.float32, region.chunk_numel, context.scratch)

@@ -89,8 +89,7 @@ class Rows:
 
     def add_up(self, buffer: Tensor, shard: Tensor, team: Team, scale: float, context: BufferContext) -> None:
         """Set `shard` [n] to the sum of its rows; the ranks without a shard get zeros. Collective over `team`."""
-        whole = Layout(tuple(piece for each in self.divided.layouts for piece in each.pieces))
-        inside = context.within("intra", whole, self.buffer.dtype)
+        inside = context.within("intra", context.layout, self.buffer.dtype)
         exchange_rows(self.rows, self.intra.feedback, buffer, shard, team, scale, inside)
 
     def spread(self, shard: Tensor, buffer: Tensor, team: Team, sites: int, context: BufferContext) -> Tensor:

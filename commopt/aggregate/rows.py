@@ -79,6 +79,8 @@ class Region:
 
     def _parts_on(self, device: torch.device) -> Tensor:
         """Return the copies that `read` makes, for kernels on a device."""
+        if device.type == "cpu":
+            return self._parts[0]
         known = self._parts_by_device.get(device)
         if known is None:
             known = self._parts_by_device[device] = _kept_parts(self.spans, device)
@@ -92,7 +94,7 @@ class Region:
     def _chunk_layouts(self) -> dict[int, Layout]:
         return {}
 
-    def in_place(self, buffer: Tensor, dtype: torch.dtype | None = None) -> tuple[Blockwise, Scattered] | None:
+    def _in_place(self, buffer: Tensor, dtype: torch.dtype | None = None) -> tuple[Blockwise, Scattered] | None:
         """Return the compressor and the region's elements where they are in `buffer`; None where it cannot use them.
 
         dtype: what the buffer's must be.
@@ -109,7 +111,7 @@ class Region:
 
     def encode(self, buffer: Tensor, rows: Tensor, encoding: Encoding, scratch: Scratch) -> None:
         """Encode the region's elements of `buffer` into its columns of `rows`."""
-        in_place = self.in_place(buffer)
+        in_place = self._in_place(buffer)
         if in_place is None:
             with scratch.frame():
                 self.compressor.compress(self.read(buffer, scratch), self.payload(rows), encoding)
@@ -119,7 +121,7 @@ class Region:
 
     def decode(self, rows: Tensor, buffer: Tensor, dtype: torch.dtype, scratch: Scratch) -> None:
         """Decode the region's columns of `rows`, as `dtype`, to where its elements are in `buffer`."""
-        in_place = self.in_place(buffer, dtype)
+        in_place = self._in_place(buffer, dtype)
         if in_place is None:
             with scratch.frame():
                 values = self.target(buffer, dtype, self.numel, scratch)
@@ -128,6 +130,18 @@ class Region:
         else:
             compressor, places = in_place
             compressor.decompress(self.payload(rows), places, self.chunk_numel)
+
+    def accumulate(self, rows: Tensor, buffer: Tensor, scratch: Scratch) -> None:
+        """Add up the region's columns of `rows`, each of one chunk, in float32, where its elements are in `buffer`."""
+        in_place = self._in_place(buffer, torch.float32)
+        if in_place is None:
+            with scratch.frame():
+                total = self.target(buffer, torch.float32, self.chunk_numel, scratch)
+                self.compressor.accumulate(self.payload(rows), total)
+                self.write(buffer, total[: self.numel])
+        else:
+            compressor, places = in_place
+            compressor.accumulate(self.payload(rows), places)
 
     def read(self, buffer: Tensor, scratch: Scratch, tag: str = "region") -> Tensor:
         """Return the region's elements of `buffer` in one piece: a view where they are, else the memory of `tag`."""
@@ -151,7 +165,7 @@ class Region:
 
     def target(self, buffer: Tensor, dtype: torch.dtype, numel: int, scratch: Scratch) -> Tensor:
         """Return where to decode `numel` elements as `dtype`: the buffer itself where it fits."""
-        if buffer.dtype == dtype and buffer.numel() == self.numel == numel:
+        if buffer.dtype == dtype and buffer.numel() == numel and self.spans == ((0, numel),):
             return buffer
         return scratch.take("decoded", numel, dtype, buffer.device)
 
@@ -171,7 +185,7 @@ def _parts_in(spans: Spans) -> list[tuple[int, int, int]]:
 
 @cache
 def _kept_parts(spans: Spans, device: torch.device) -> Tensor:
-    """Return the parts on a device, kept for good: a CUDA graph may read them as long as the process lives."""
+    """Return the parts on a GPU, kept for good: a CUDA graph may read them as long as the process lives."""
     return parts_of(_parts_in(spans)).to(device)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from commopt.cost.curve import Curve, LineSegment
-from commopt.document import load, one_line_each, read_as, read_text, write_text
+from commopt.document import load, one_line_each, read_as, read_text, write_whole
 from commopt.errors import ConfigurationError
 from topology.network import Network
 
@@ -166,7 +166,7 @@ class Links:
 
     def save(self, path: str | Path) -> None:
         """Write a JSON file."""
-        write_text(path, self.as_text())
+        write_whole(path, self.as_text().encode())
 
     @classmethod
     def load(cls, path: str | Path) -> Links:

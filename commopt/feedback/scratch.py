@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 _ALIGNMENT = 512  # as the memory of a CUDA tensor
-_REMEMBERED_STEPS = 64  # an error that is measured, in every 32nd, may need more; graphs work with what is freed
+# In every 32nd step the error of compression is measured, which may take more. CUDA graphs end with freed memory.
+_REMEMBERED_STEPS = 64
 
 
 class Scratch:

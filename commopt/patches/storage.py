@@ -10,10 +10,10 @@ from abc import ABC, abstractmethod
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from secrets import token_hex
 from typing import Any
 
 from commopt.checkpoint_files import sync_folder
+from commopt.document import write_whole
 from commopt.errors import ConfigurationError
 
 _NAME = re.compile(r"(\d{12})\.(anchor|patch)")
@@ -93,15 +93,7 @@ class Folder(Storage):
     def write(self, file: File, content: bytes) -> None:
         """Make a file: whole or not at all, also when the machine stops."""
         self._path.mkdir(parents=True, exist_ok=True)
-        unfinished = self._path / f"{file.name}.{token_hex(4)}.unfinished"
-        try:
-            with unfinished.open("wb") as target:
-                target.write(content)
-                target.flush()
-                os.fsync(target.fileno())
-            unfinished.replace(self._path / file.name)
-        finally:  # on a full disk it would take the place of the next one
-            unfinished.unlink(missing_ok=True)
+        write_whole(self._path / file.name, content)
         sync_folder(self._path)
 
     def delete(self, file: File) -> None:

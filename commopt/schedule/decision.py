@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from commopt.document import load, read_as, read_text, require_text, require_whole, write_text
+from commopt.document import load, read_as, read_text, require_text, require_whole, write_whole
 from commopt.errors import ConfigurationError
 from commopt.schedule.plan import Plan, Prediction
 
@@ -126,7 +126,7 @@ class Tuned:
 
     def save(self, path: str | Path) -> None:
         """Write it to a file."""
-        write_text(path, self.to_json() + "\n")
+        write_whole(path, f"{self.to_json()}\n".encode())
 
     @classmethod
     def load(cls, path: str | Path) -> Tuned:

@@ -9,6 +9,8 @@ that is allowed). Each trial is a plan that all ranks follow for nine steps. `au
 ran before, then in those planned for it. The messages of a trial correct the prices, by which the next one is made. In
 the end only measurements of this run are compared, and a plan that does not pay is taken back. Before a small gain is
 believed, the plan that ran before is measured again: its first window may have seen a program that warms up.
+Of two strategies that average alike the other one is tried even if it should not save: messages are timed for a second
+only, and two ways of much the same price may differ by several times.
 
 A search makes max_trials trials at most. With 4, and a first window that can be measured, it is over after
 10 + 4 * 9 = 46 steps, or 55 with the second measurement of the plan before.

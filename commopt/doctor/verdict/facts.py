@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from commopt.document import load, one_line_each, read_as, read_text, write_text
+from commopt.document import load, one_line_each, read_as, read_text, write_whole
 from commopt.errors import ConfigurationError
 from topology.network import Network
 
@@ -289,7 +289,7 @@ class Measurements:
 
     def save(self, path: str | Path) -> None:
         """Write a JSON file for `load`."""
-        write_text(path, one_line_each(self.as_document()))
+        write_whole(path, one_line_each(self.as_document()).encode())
 
     @classmethod
     def load(cls, path: str | Path) -> Measurements:
