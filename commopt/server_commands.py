@@ -133,10 +133,13 @@ def _run_server(options: argparse.Namespace) -> int:
     try:
         saved = _load(options.checkpoint)
         server = Server(
-            options.scheduler, workers=options.workers, host=options.host, port=options.port, secret=options.secret
+            options.scheduler,
+            workers=options.workers,
+            host=options.host,
+            port=options.port,
+            secret=options.secret,
+            state_dict=saved,
         )
-        if saved is not None:
-            server.load_state_dict(saved)
     except CommoptError as error:
         return refuse("commopt server", error)
     written = 0 if saved is None else saved["round"]

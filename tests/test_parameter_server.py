@@ -45,7 +45,7 @@ from commopt.server import Scheduler, Server, Worker
 from commopt.server.connection import _open as connections
 from commopt.server.ranks import WorkerRanks
 from commopt.server.rounds import window_s
-from commopt.server.scheduler import find_server
+from commopt.server.scheduler import ServerRegistration, find_server
 from commopt.server.shared import SharedParameters
 from tests.hook_training import Tower, digest_of, seeded
 from tests.ranks import run
@@ -57,10 +57,12 @@ BY_HAND = 10**6  # a period that never ends by itself
 
 
 @contextmanager
-def hosted(workers: int = 1, timeout: float = limit(20.0)) -> Iterator[Server]:
+def hosted(
+    workers: int = 1, timeout: float = limit(20.0), state_dict: dict[str, Any] | None = None
+) -> Iterator[Server]:
     """Have scheduler and server in this process."""
     scheduler = Scheduler(timeout=timeout)
-    server = Server(scheduler.address, workers=workers)
+    server = Server(scheduler.address, workers=workers, state_dict=state_dict)
     server.address = scheduler.address  # type: ignore[attr-defined]
     try:
         yield server
@@ -822,8 +824,7 @@ def test_a_checkpoint_is_the_model() -> None:
         saved = server.state_dict()
         worker.close()
     assert saved["round"] == 2
-    with hosted() as server:
-        server.load_state_dict(saved)
+    with hosted(state_dict=saved) as server:
         module, worker = joined(address_of(server), period=1, outer=NESTEROV, compressor=OneBit())
         assert worker.round == 2
         for name, parameter in module.named_parameters():
@@ -831,13 +832,35 @@ def test_a_checkpoint_is_the_model() -> None:
         again = server.state_dict()
         assert all(torch.equal(again["momentum"][name], each) for name, each in saved["momentum"].items())
         assert any(float(each.abs().max()) > 0 for each in saved["momentum"].values())
-        with pytest.raises(ConfigurationError, match="joined already"):
-            server.load_state_dict(saved)
-    with hosted() as server:
-        server.load_state_dict(saved)
+    with hosted(state_dict=saved) as server:
         with pytest.raises(MismatchError, match=r"the checkpoint's parameters .* 'extra'"):
             commopt.attach(with_extra(Tower()), ParameterServer(address_of(server)))
         joined(address_of(server))
+
+
+def test_a_worker_that_waits_for_a_server_gets_its_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is admitted before the server is complete, however long that takes after others can find it."""
+    with hosted() as server:
+        module, worker = joined(address_of(server), period=1)
+        learn(module, 1e-3)
+        saved = server.state_dict()
+        worker.close()
+    usual, present = ServerRegistration.listen, []
+
+    def slow(registration: ServerRegistration) -> None:
+        time.sleep(1.0)
+        present.extend(scheduler.present.values())
+        usual(registration)
+
+    monkeypatch.setattr(ServerRegistration, "listen", slow)
+    scheduler = Scheduler(timeout=limit(20))
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(joined, scheduler.address, period=1)
+        server = Server(scheduler.address, state_dict=saved)
+        _module, worker = waiting.result()
+    assert (worker.round, present) == (1, ["server"])
+    server.close()
+    scheduler.close()
 
 
 # ------------------------------------------------------------------------------------- command lines
@@ -991,8 +1014,9 @@ def test_command_lines(tmp_path: Path) -> None:
 
         saved = torch.load(checkpoint, weights_only=True)
         torch.nn.Linear(4, 4).load_state_dict(saved["parameters"])
+        waiting = start("worker", *at, str(script), "0", "16")  # when the server comes
         again = start("server", *at, "--checkpoint", str(checkpoint))
-        said_last = start("worker", *at, str(script), "0", "16").communicate(timeout=300)[0]
+        said_last = waiting.communicate(timeout=300)[0]
         assert said_last.split()[-1] == str(saved["round"] + 1), said_last
         again.terminate()
         assert again.wait(30) == 0, again.communicate()[0]

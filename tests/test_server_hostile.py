@@ -455,6 +455,7 @@ def test_frames_are_signed_and_counted() -> None:
 
     frames = [struct.pack("!BI", TEXT, 2) + b"{}"]
     listener = SecureListener("127.0.0.1", 0, SECRET, 5.0, serve, print)
+    listener.start()
     for tamper in ("repeat", "change", "drop", "add", "reflect"):
         over.clear()
         got.clear()
@@ -526,6 +527,7 @@ def test_half_open_connections_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_stranger_that_is_slow_is_turned_away() -> None:
     listener = SecureListener("127.0.0.1", 0, SECRET, 5.0, lambda *_: None, print, limit_s=0.3)
+    listener.start()
     with socket.create_connection(("127.0.0.1", listener.port), timeout=limit(10)) as held:
         held.recv(48)
         held.sendall(b"x")

@@ -102,6 +102,7 @@ def measure(mib: Sequence[int], repeats: int) -> list[dict[str, Any]]:
         records.extend(timed("link", mib, repeats, link.send_tensor, lambda message: void(link.receive_into(message))))
 
     listener = SecureListener("127.0.0.1", 0, _SECRET, _TIMEOUT_S, serve, print)
+    listener.start()
     other = context.Process(target=echo_link, args=(listener.port, mib, repeats))
     other.start()
     other.join()

@@ -47,9 +47,10 @@ class _PendingConnection:
 
 
 class SecureListener:
-    """Listens in a thread of its own, which never blocks on a connection.
+    """Listens from its construction on; `start` lets it accept, in a thread of its own that never blocks on a peer.
 
-    Raises ConfigurationError when it cannot listen at the address, or may not without a secret.
+    Connections made before `start` wait until then. Raises ConfigurationError when it cannot listen at the address, or
+    may not without a secret.
 
     silence_s: limit for silence on an admitted channel.
     on_channel: called with each admitted channel and its peer's address, in a thread of its own. The channel is closed
@@ -83,12 +84,18 @@ class SecureListener:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._thread = Thread(target=self._run, name="commopt-door", daemon=True)
+
+    def start(self) -> None:
+        """Begin to accept connections. Whatever `on_channel` uses must be complete by now."""
         self._thread.start()
 
     def close(self) -> None:
         """Stop listening and close all open channels."""
         self._closing = True
-        self._thread.join()
+        if self._thread.ident is None:
+            self._run()  # closes what the constructor opened, and accepts nothing
+        else:
+            self._thread.join()
         with self._lock:
             channels = list(self._channels)
         for channel in channels:

@@ -55,6 +55,7 @@ class Scheduler:
         self._host = host
         self._listener = SecureListener(host, port, given_secret(secret), _CONNECT_S, self._handle, self._fail)
         self.port = self._listener.port
+        self._listener.start()
 
     @property
     def address(self) -> str:

@@ -67,26 +67,36 @@ class _InitialUpload:
 class Server:
     """Holds parameters and outer momentum for workers, in threads of this process.
 
-    The first worker determines the settings. It also supplies the parameters, unless `load_state_dict` was called.
+    The first worker determines the settings. It also supplies the parameters, unless there is a `state_dict`.
     Raises TransportError when the scheduler does not answer, ConfigurationError when that has a server already, when
-    the secrets differ, or when the server cannot listen at the address.
+    the secrets differ, when the server cannot listen at the address, or for a damaged `state_dict`.
 
     address: host:port of the scheduler.
     workers: number of workers that must be present for the first round to begin.
     host: address to listen on. Any but a loopback address needs a secret.
     port: port to listen on; 0: any free port.
     secret: secret shared with scheduler and workers; None: the value of COMMOPT_SECRET.
+    state_dict: result of `state_dict` to resume from; the first worker's model must match it.
     failure: reason why the server ended by itself; "" while it runs.
     """
 
     def __init__(
-        self, address: str, *, workers: int = 1, host: str = LOOPBACK, port: int = 0, secret: str | None = None
+        self,
+        address: str,
+        *,
+        workers: int = 1,
+        host: str = LOOPBACK,
+        port: int = 0,
+        secret: str | None = None,
+        state_dict: Mapping[str, Any] | None = None,
     ) -> None:
         require_whole(workers, 1, "Server(workers=)")
+        if state_dict is not None:
+            require_saved(state_dict)
         self.failure = ""
         self._rounds = Rounds(workers)
         self._first_request: JoinRequest | None = None  # from the first worker
-        self._saved: Mapping[str, Any] | None = None
+        self._saved = state_dict
         self._upload: _InitialUpload | None = None
         self._peers: dict[int, _ConnectedWorker] = {}
         self._numbers = count(1)
@@ -107,6 +117,7 @@ class Server:
             raise
         self._timeout_s = self._registration.timeout_s
         self._registration.listen()
+        self._listener.start()  # not before: a worker that waits for a server joins at once
         Thread(target=self._run_rounds, name="commopt-server", daemon=True).start()
         atexit.register(self.close)
 
@@ -155,19 +166,6 @@ class Server:
             if self._rounds.shared is None:
                 raise ConfigurationError("no worker has joined yet, so the server has no parameters; save later")
             return self._rounds.shared.state()
-
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Resume from the result of `state_dict`; the first worker's model must match it.
-
-        Raises ConfigurationError for damaged content, and once a worker has joined.
-        """
-        require_saved(saved)
-        with self._changed:
-            if self._rounds.shared is not None:
-                raise ConfigurationError(
-                    "a worker has joined already; load a checkpoint into a new Server before any worker joins"
-                )
-            self._saved = saved
 
     def close(self, why: str = "") -> None:
         """End the server. Workers get an error at their next push or pull.
@@ -304,6 +302,7 @@ class Server:
                 self._require_connected(peer)
                 if self._rounds.shared is None and self._saved is not None:
                     self._rounds.shared = self._from_checkpoint(joining, self._saved)
+                    self._saved = None
                     self._first_request = joining
                 if self._rounds.shared is not None:
                     self._require_same_model(joining)
