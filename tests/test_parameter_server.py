@@ -845,7 +845,7 @@ def test_a_worker_that_waits_for_a_server_gets_its_checkpoint(monkeypatch: pytes
         learn(module, 1e-3)
         saved = server.state_dict()
         worker.close()
-    usual, present = ServerRegistration.listen, []
+    usual, present = ServerRegistration.listen, list[str]()
 
     def slow(registration: ServerRegistration) -> None:
         time.sleep(1.0)
