@@ -92,7 +92,7 @@ def run(
     world_size: int,
     *args: object,
     env: Mapping[str, str | None] | None = None,
-    timeout_s: float | None = None,
+    timeout_s: float = JOB_LIMIT_S,
     nodes: Nodes | None = None,
     sites: Sequence[str] | None = None,
     fresh: bool = False,
@@ -103,7 +103,7 @@ def run(
     """Return `[fn(rank, world_size, *args, **kwargs) for every rank]`, each called in its own process.
 
     fn: module-level function; the process group exists when it is called and is destroyed after it.
-    timeout_s: after how many seconds a rank hangs; also of its process group. None: 150, more on a slow machine.
+    timeout_s: after how many seconds a rank hangs, longer on a slow machine; also of its process group.
     env: variables to set (or, with None, to unset) on every rank for this job.
     nodes: ranks of each emulated node, `((0, 2), (1, 3))`, or just their number, `(2, 2)`; default: one node.
     sites: site of each node; default: none is known.
@@ -114,8 +114,7 @@ def run(
     dies: ranks whose processes must end instead of returning; their result is None.
     Raises RankError with the traceback of every rank that failed, or the stack of every rank that hung.
     """
-    if timeout_s is None:
-        timeout_s = limit(JOB_LIMIT_S)
+    timeout_s = limit(timeout_s)
     node_of = _node_of(nodes, world_size)
     ranks_per_node = _ranks_per_node(node_of) if device == "cuda" else None
     workers = _pool.start(world_size) if fresh else _pool.take(world_size)

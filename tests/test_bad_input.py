@@ -8,13 +8,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
@@ -500,6 +503,41 @@ def test_an_argument_of_another_type_on_one_rank() -> None:
         parts = MISTAKES[key.rpartition(" ")[0]][2]
         assert_raised([results[1][key]], ConfigurationError, *parts)
         assert_raised([results[0][key]], ConfigurationError, "rank 1 cannot take part in", *parts)
+
+
+def sharded_linear(*shape: int) -> nn.Module:
+    names = ("replicate", "shard")[-len(shape) :]
+    return cast("nn.Module", fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", shape, mesh_dim_names=names)))
+
+
+def attach_with_a_mistake_on_one_rank(rank: int, world_size: int) -> dict[str, Raised]:
+    """Rank 1 has another name, another option, or a hook already; the others are right."""
+    models: dict[str, Callable[[], nn.Module]] = {
+        "DDP": linear_ddp,
+        "replicas": partial(sharded_linear, 2, 1),
+        "shards": partial(sharded_linear, 2),
+    }
+    results = {}
+    mistakes: list[tuple[Any, dict[str, Any]]] = [("quantised", {}), ("quantized", {"bit": 4}), (3, {})]
+    for name, make in models.items():
+        for choice, options in mistakes:
+            mine, given = (choice, options) if rank == 1 else ("quantized", {})
+            results[f"{name} {choice} {options}"] = outcome(partial(commopt.attach, make(), mine, **given))
+    ddp = linear_ddp()
+    if rank == 1:
+        ddp.register_comm_hook(None, fp16_compress_hook)
+    results["already"] = outcome(lambda: commopt.attach(ddp, "quantized"))
+    commopt.attach(linear_ddp(), "quantized")
+    assert_works()
+    return results
+
+
+def test_attach_with_a_mistake_on_one_rank() -> None:
+    results = run(attach_with_a_mistake_on_one_rank, 2)
+    assert len(results[0]) == 10
+    for key in results[0]:
+        assert_raised([mine[key] for mine in results], ConfigurationError)
+        assert_raised([results[0][key]], ConfigurationError, "rank 1 cannot take part in", results[1][key].message)
 
 
 def ask_for_others_beside_groups(rank: int, world_size: int) -> dict[str, Raised]:

@@ -28,6 +28,7 @@ from commopt.cluster import (
     commands,
     traffic,
 )
+from tests.speed import limit
 
 ROOT = Path(__file__).parents[1]
 RATE_BPS = 100_000_000
@@ -258,7 +259,7 @@ def test_only_traffic_between_sites_crosses_their_link(script: Callable[[str], s
     numel = 1 << 18
     sites = EmulatedSites.of([2, 1], 3, "10mbit", told=True)
     with EmulatedCluster(nodes=3, ranks_per_node=1, rate="none", sites=sites) as cluster:
-        result = cluster.run([script(SEND.replace("NUMEL", str(numel)))], timeout_s=300)
+        result = cluster.run([script(SEND.replace("NUMEL", str(numel)))], timeout_s=limit(300))
     assert result.returncode == 0, result.stderr
     took, site, options = json.loads(result.stdout)
     assert (site, options) == ("site0", "--sites 2,1 --site-rate 10mbit --tell-sites")
@@ -277,7 +278,7 @@ def test_only_traffic_between_nodes_is_slow_and_every_byte_is_counted(
 ) -> None:
     with EmulatedCluster(nodes=2, ranks_per_node=[2, 1], rate=f"{mbit}mbit") as cluster:
         command = [script(MEASURE.replace("NUMEL", str(numel)))]
-        result = cluster.run(command, timeout_s=300, env={"PYTHONPATH": str(ROOT)})
+        result = cluster.run(command, timeout_s=limit(300), env={"PYTHONPATH": str(ROOT)})
     assert result.returncode == 0, result.stderr
     reports = json.loads(result.stdout)
 
@@ -326,7 +327,7 @@ def test_connections_between_nodes_use_linux_own_congestion_control(script: Call
         assert name.rstrip(b"\\0") == b"cubic", name
     """)
     with EmulatedCluster(ranks_per_node=1) as cluster:
-        result = cluster.run([command], timeout_s=300)
+        result = cluster.run([command], timeout_s=limit(300))
     assert result.returncode == 0, result.stderr
 
 
@@ -363,13 +364,13 @@ def test_failing_rank_takes_the_others_down(script: Callable[[str], str], monkey
         time.sleep(600)
     """)
     with EmulatedCluster(nodes=2, ranks_per_node=1) as cluster:
-        result = cluster.run([command], timeout_s=300)
+        result = cluster.run([command], timeout_s=limit(300))
         assert (result.returncode, result.stdout) == (7, "waiting\n")
         failed = re.search(r"^\[node 1\] about to fail: (\S+)$", result.stderr, re.MULTILINE)
         assert failed is not None
         assert time.time() - float(failed[1]) < 30
         assert "rank 1 failed, the first of its node; exit code: 7" in result.stderr
-        again = cluster.run([command], timeout_s=300, env={"SUCCEED": "1"})
+        again = cluster.run([command], timeout_s=limit(300), env={"SUCCEED": "1"})
         assert (again.returncode, again.stdout) == (0, "")
 
 

@@ -45,6 +45,7 @@ from tests.catalogue import (
     uses_compression,
 )
 from tests.ranks import run
+from tests.speed import limit
 
 ROOT = Path(__file__).parents[1]
 UNEVEN = [name for name in LAYOUTS if name.startswith("2+1")]
@@ -371,7 +372,7 @@ def test_network_counters_agree_with_wire_bytes(ranks_per_node: tuple[int, ...])
     if (reason := EmulatedCluster.missing("400mbit")) is not None:
         pytest.skip(reason)
     with EmulatedCluster(nodes=2, ranks_per_node=ranks_per_node, rate="400mbit") as cluster:
-        result = cluster.run(["-m", "tests.traffic_job"], timeout_s=300, env={"PYTHONPATH": str(ROOT)})
+        result = cluster.run(["-m", "tests.traffic_job"], timeout_s=limit(300), env={"PYTHONPATH": str(ROOT)})
     assert result.returncode == 0, result.stderr
     report = json.loads(result.stdout.splitlines()[-1])
     assert report.keys() == commopt.PRESETS.keys()

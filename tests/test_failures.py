@@ -558,7 +558,7 @@ def test_every_rank_raises_when_the_network_between_nodes_is_cut(kind: str, tmp_
         thread = threading.Thread(target=cut_and_mend)
         thread.start()
         env = {"PYTHONPATH": str(Path(__file__).parents[1])}
-        result = cluster.run([str(script), kind, str(tmp_path), str(timeout_s)], timeout_s=300, env=env)
+        result = cluster.run([str(script), kind, str(tmp_path), str(timeout_s)], timeout_s=limit(300), env=env)
         thread.join()
     for rank in range(4):
         file = tmp_path / f"result{rank}"
@@ -599,7 +599,7 @@ def swap_two_calls(rank: int, world_size: int, kind: str) -> tuple[str, float]:
     ],
 )
 def test_check_catches_ranks_that_do_different_things(kind: str, parts: tuple[str, ...]) -> None:
-    results = run(swap_two_calls, 3, kind, env={"COMMOPT_CHECK": "1"}, fresh=True, timeout_s=limit(20))
+    results = run(swap_two_calls, 3, kind, env={"COMMOPT_CHECK": "1"}, fresh=True, timeout_s=20)
     for rank, (message, seconds) in enumerate(results):
         for part in (*parts, "rank "):
             assert part in message, f"rank {rank} does not say {part!r}: {message}"
@@ -662,7 +662,7 @@ def call_from_the_lane(rank: int, world_size: int, caller: str) -> str:
 
 @pytest.mark.parametrize("caller", ["aggregator", "callback"])
 def test_a_collective_inside_lane_work_raises(caller: str) -> None:
-    for message in run(call_from_the_lane, 2, caller, fresh=True, timeout_s=limit(20)):
+    for message in run(call_from_the_lane, 2, caller, fresh=True, timeout_s=20):
         assert "inside lane work" in message
         assert "wait" in message
 

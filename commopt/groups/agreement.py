@@ -102,7 +102,7 @@ def meet(
         raise MismatchError(
             f"rank {names} did not reach {purpose} within {timeout_s:g} s, or left it with an error{others}; it is a "
             f"collective call: every rank of the group must make it, in the same order"
-        )
+        ) from problem
     if problem is not None:
         raise problem
     for rank, answer in zip(ranks, answers, strict=True):

@@ -17,8 +17,10 @@ from commopt.aggregate import Aggregator
 from commopt.attached.local_sgd import warn_of_broadcasts
 from commopt.attached.options import OPTIONS, AttachOptions, shows_options
 from commopt.errors import ConfigurationError
+from commopt.hooks.buckets import DDPRegistration
 from commopt.hooks.presets import Preset, build_preset, hook
 from commopt.hooks.state import HookState
+from commopt.lanes import LaneClient
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -87,9 +89,14 @@ def attach(model: nn.Module, choice: Aggregator | Preset | str | ParameterServer
     if (sharded := next((each for each in (ddp, model) if _is_sharded(each)), None)) is not None:
         from commopt.sharded import attach_sharded
 
-        return attach_sharded(sharded, _aggregator_from(choice, options), given)
-    _require_free(ddp)
-    aggregator = _aggregator_from(choice, options)
+        return attach_sharded(sharded, lambda: _aggregator_from(choice, options), given)
+    _require_ddp(ddp)
+    try:  # a mistake of one rank is raised on all of them
+        _require_free(ddp)
+        aggregator = _aggregator_from(choice, options)
+    except ConfigurationError as problem:
+        LaneClient.join(DDPRegistration.kind, ddp.process_group, None, None, problem)
+        raise
     if given.process_group is None:
         given = replace(given, process_group=ddp.process_group)
     if given.plan is None:
@@ -188,10 +195,13 @@ def _is_sharded(model: object) -> bool:
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
-def _require_free(ddp: object) -> None:
+def _require_ddp(ddp: object) -> None:
     if not isinstance(ddp, TorchDDP):
         what = f"attach got a {type(ddp).__name__}, not a DistributedDataParallel model"
         raise ConfigurationError(f"{what}{_advice(ddp)}")
+
+
+def _require_free(ddp: TorchDDP) -> None:
     if getattr(ddp, "skip_all_reduce_unused_params", False):
         raise ConfigurationError(
             "DistributedDataParallel(skip_all_reduce_unused_params=True) calls the hook for some buckets only, and the "

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from torch import nn
 
-from commopt.aggregate import Aggregator, LocalSGD
+from commopt.aggregate import Aggregator, Flat, LocalSGD
 from commopt.attached.checks import REDUCIBLE, require_supported_parameters
 from commopt.attached.comm_state import CommState
 from commopt.attached.options import AttachOptions
@@ -94,13 +95,15 @@ class OneDimensionState(ShardedState):
         self._registration.forget_copies(bases=True)
 
 
-def attach_sharded(model: nn.Module, aggregator: Aggregator, given: AttachOptions) -> ShardedState:
-    """Average the replicas of a model of fully_shard or replicate with `aggregator`; collective over all its ranks.
+def attach_sharded(model: nn.Module, choose: Callable[[], Aggregator], given: AttachOptions) -> ShardedState:
+    """Average the replicas of a model of fully_shard or replicate; collective over all its ranks.
 
-    Where it has none, on a mesh of one dimension, the gradients go to their owners, and the weights to all, as
-    `aggregator` and the options `given` say.
+    Where it has none, on a mesh of one dimension, the gradients go to their owners, and the weights to all, as the
+    aggregator and the options `given` say.
     Raises ConfigurationError and UnsupportedTensorError on every rank when that cannot be done, and in a later backward
     ConfigurationError when FSDP's hook or collectives were replaced meanwhile.
+
+    choose: returns the aggregator, or raises why this rank has none.
     """
     require_seams(model)
     forget_meshes()
@@ -111,7 +114,9 @@ def attach_sharded(model: nn.Module, aggregator: Aggregator, given: AttachOption
     replicated = [group for group in groups if group.replicas is not None]
     problem: Exception | None = None
     options = AttachOptions()
+    aggregator: Aggregator = Flat()
     try:  # a mistake of one rank is raised on all of them
+        aggregator = choose()
         _require_aggregator(aggregator, replicated=bool(replicated))
         checked = given.checked("replicated" if replicated else "sharded")
         _require_reducible(model, replicated or groups)
