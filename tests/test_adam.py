@@ -556,3 +556,56 @@ def rest_in_shards(rank: int, world_size: int) -> float:
 def test_a_layer_of_fsdp2_without_gradients_rests_too() -> None:
     # In fresh processes: torch's DTensor remembers groups of an earlier job's mesh that is equal to this one's.
     assert max(run(rest_in_shards, 4, nodes=(2, 2), fresh=True)) < 1e-5
+
+
+def leave_steps_out(rank: int, world_size: int, sharded: bool) -> None:
+    """Go back to a checkpoint behind a backward, then on with another strategy beside the closed state."""
+
+    def backward() -> None:
+        optimizer.zero_grad()
+        model(data(rank, 0)[0]).square().mean().backward()
+
+    module = Net()
+    if sharded:
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+        fully_shard(module, mesh=mesh, ignored_params={module.frozen})
+    model: nn.Module = module if sharded else TorchDDP(module)
+    comm = commopt.attach(model, SIGNS)
+    optimizer: torch.optim.Optimizer = comm.optimizer(groups_of(module), lr=LR)
+    for _ in range(2):
+        backward()
+        optimizer.step()
+    saved = comm.state_dict()
+    backward()
+    comm.load_state_dict(saved)
+    backward()
+    optimizer.step()
+    backward()
+    comm.close()
+    model = module if sharded else TorchDDP(module)
+    other = commopt.attach(model, commopt.hierarchical)
+    optimizer = torch.optim.AdamW(groups_of(module), lr=LR)
+    nn.utils.clip_grad_norm_(module.parameters(), 1e-3)
+    optimizer.step()
+    backward()
+    optimizer.step()
+    other.close()
+    comm.close()  # kept to the end, as the frames of an error keep one
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_state_that_goes_back_or_is_closed_asks_for_no_step_of_before(sharded: bool) -> None:
+    run(leave_steps_out, 2, sharded, nodes=(1, 1), fresh=sharded)
+
+
+def load_large_moments(rank: int, world_size: int) -> float:
+    trainer = Trainer(rank, Hierarchical(Compressed(DGC(0.05, value_dtype=torch.float16), adam=TORCH)))
+    for step in range(2):
+        trainer.step(step, spoil=1e6)
+    saved = trainer.comm.state_dict()
+    trainer.comm.load_state_dict(saved)
+    return max(float(each.max()) for each in saved["residuals"]["inter.exp_avg_sq/worker"].values())
+
+
+def test_squares_that_16_bits_cannot_hold_are_loaded() -> None:
+    assert min(run(load_large_moments, 2, nodes=(1, 1))) > torch.finfo(torch.float16).max

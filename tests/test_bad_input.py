@@ -533,7 +533,7 @@ def attach_with_a_mistake_on_one_rank(rank: int, world_size: int) -> dict[str, R
 
 
 def test_attach_with_a_mistake_on_one_rank() -> None:
-    results = run(attach_with_a_mistake_on_one_rank, 2)
+    results = run(attach_with_a_mistake_on_one_rank, 2, fresh=True)  # meshes are remembered
     assert len(results[0]) == 10
     for key in results[0]:
         assert_raised([mine[key] for mine in results], ConfigurationError)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -69,3 +70,14 @@ def test_resuming_in_the_middle_of_a_period_changes_no_bit() -> None:
         one, other = results[shard], results[2 + shard]
         assert not all(torch.equal(a, b) for a, b in zip(one[0], other[0], strict=True))
         assert all(torch.equal(a, b) for a, b in zip(one[2], other[2], strict=True))
+
+
+def attach_over_unlike_nodes(rank: int, world_size: int) -> str:
+    with pytest.raises(commopt.ConfigurationError) as raised:
+        attached(LocalSGD(period=4))
+    return str(raised.value)
+
+
+def test_replicas_of_some_shards_inside_a_node_are_refused_on_every_rank() -> None:
+    for message in run(attach_over_unlike_nodes, 4, nodes=((0, 1, 2), (3,))):
+        assert "the replicas of some shards are on 1 and of others on 2 nodes; shard inside nodes" in message

@@ -45,6 +45,10 @@ class StepsBetweenAverages:
         """Take note of an optimizer that has not stepped yet."""
         self._known = True
 
+    def forget(self) -> None:
+        """Expect no step for what was averaged so far: training goes on from a checkpoint."""
+        self._waiting = False
+
     def averaged(self, scaler: Any) -> None:
         """Note that a backward was averaged."""
         self._waiting = True
@@ -75,9 +79,18 @@ class Directions:
         self._registration = ref(registration)
         self._delivered: list[tuple[Tensor, Tensor]] = []
         self._steps = 0
-        self._told = False
+        self._told = self._closed = False
         self._least: Tensor | None = None  # share of what was delivered, over the steps that were not looked at yet
         before_each_step(registration, self._look)
+
+    def close(self) -> None:
+        """Look at no optimizer any more, though the registration may be kept for long, as by the frames of an error."""
+        self._closed = True
+        self.forget()
+
+    def forget(self) -> None:
+        """Compare nothing with what was delivered so far."""
+        self._delivered = []
 
     @torch.no_grad()
     def delivered(self) -> None:
@@ -92,6 +105,8 @@ class Directions:
 
     @torch.no_grad()
     def _look(self, registration: Any, optimizer: torch.optim.Optimizer) -> None:
+        if self._closed:
+            return
         require_plain_groups(optimizer)
         if torch.compiler.is_compiling():
             return

@@ -220,7 +220,7 @@ def _fill(store: ResidualStore, saved: object, registration: Registration) -> tu
     nodes, place, numels = list(team.wire.nodes), team.rank, first["parameters"]
     require_same_parameters(numels, registration.numels)
     _require_same_levels(parts, registration)
-    largest = partial(_largest, registration, len(first["nodes"]))
+    largest = partial(_largest, registration)
     whole_world = len(parts) == len(first["nodes"])
     alone = isinstance(saved, Mapping) and "ranks" not in saved
     here = [part for part in parts if part["nodes"] == nodes and part.get("sharding", "") == registration.sharding]
@@ -378,15 +378,15 @@ def _above_nodes(path: str) -> str:
     return re.sub(r"inter(\.int(er|ra))+", "inter", path)
 
 
-def _largest(registration: Registration, ranks: int, name: str) -> float:
+def _largest(registration: Registration, name: str) -> float:
     """Return the magnitude that a residual of a parameter may have.
 
-    All that `ranks` have kept of an element, of a worker and a server each, is to be added to a gradient without
-    becoming inf in the narrowest dtype on its way: else no step would ever be finite, and nothing could get better.
+    What is added to a gradient must not become inf in the narrowest dtype on its way: else no step would ever be
+    finite, and nothing could get better. Training itself gets near to that with float16, so no more is asked.
     """
     parameter = registration.parameters.get(name)
     dtypes = [torch.float32 if parameter is None else parameter.dtype, *_dtypes_in(registration.aggregator)]
-    return min(MAX_MAGNITUDE, min(torch.finfo(dtype).max for dtype in dtypes) / (4 * ranks))
+    return min(MAX_MAGNITUDE, *(torch.finfo(dtype).max for dtype in dtypes))
 
 
 def _dtypes_in(description: object) -> Iterator[torch.dtype]:

@@ -164,6 +164,8 @@ class Registration:
         """Take part no more, as LaneClient.close."""
         if self.averages is not None:
             self.averages.close()
+        if self.directions is not None:
+            self.directions.close()
         if self.joined is not None:
             self.joined.close(groups=groups)
 
@@ -348,7 +350,8 @@ class Registration:
         self.store = store
         if self.averages is not None:
             self.averages.resume(steps, store, extras)
-        if self.divergence is not None:
-            self.divergence.forget()
+        for check in (self.divergence, self.steps_between, self.directions):  # of what was averaged before
+            if check is not None:
+                check.forget()
         self.step = Step(steps, store, self.scaler, list(buffers))
         self.boundary.end()  # of a step that was given up

@@ -257,22 +257,22 @@ def _residuals(
         if required(by_range, dict, where).keys() != pieces.keys():
             refuse(f"{where}'s keys", list(by_range), f"the ranges of its layouts, {reprlib.repr(list(pieces))}")
         values = {
-            key: _values(by_range[key], piece, path, largest(piece.name), f"{where}[{key!r}]")
-            for key, piece in pieces.items()
+            key: _values(by_range[key], piece, path, largest, f"{where}[{key!r}]") for key, piece in pieces.items()
         }
         yield path, kind, known, values
 
 
-def _values(values: object, piece: Piece, path: str, largest: float, where: str) -> Tensor:
+def _values(values: object, piece: Piece, path: str, largest: Callable[[str], float], where: str) -> Tensor:
     """Return a residual in host memory."""
     if not _is_plain(values) or values.dtype not in _DTYPES or values.shape != (piece.numel,):
         refuse(where, values, f"a float32 or bfloat16 tensor of shape [{piece.numel}]")
     here = values.detach().to("cpu")
     if piece.numel:
+        limit = MAX_MAGNITUDE if is_average(path) else largest(piece.name)  # averages are added to no gradient
         least, most = (float(end) for end in torch.aminmax(here))
-        if not (-largest <= least and most <= largest):  # so that NaN, which is neither, is found too
-            place = int((~(here.abs() <= largest)).nonzero()[0])
-            refuse(f"element {place} of {where}", float(here[place]), f"finite and of magnitude {largest:.5g} or less")
+        if not (-limit <= least and most <= limit):  # so that NaN, which is neither, is found too
+            place = int((~(here.abs() <= limit)).nonzero()[0])
+            refuse(f"element {place} of {where}", float(here[place]), f"finite and of magnitude {limit:.5g} or less")
         if least < 0 and path.endswith(EXP_AVG_SQ):
             refuse(f"an element of {where}", least, "0 or above, as an average of squares is")
     return here

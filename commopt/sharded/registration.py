@@ -73,7 +73,11 @@ class ShardedRegistration(Backwards):
                 problem = error
             teams = [alike_in(order.client.team, aggregator) for order in self.replicas.values()]
             keys = [crc32(repr(everyone.team.rank if team is None else team.ranks).encode()) for team in teams]
-            answers = everyone.membership.exchange(f"the replicas of {everyone.name}", problem, replicas=keys)
+            nodes = [order.client.team.node_count for order in self.replicas.values()]
+            what = f"the replicas of {everyone.name}"
+            answers = everyone.membership.exchange(what, problem, replicas=keys, nodes=nodes)
+            if isinstance(aggregator, LocalSGD):
+                _require_as_many_nodes(aggregator, {tuple(answer["nodes"]) for answer in answers})
             self._compare_replicas_of(everyone, [answer["replicas"] for answer in answers])
             if self.store.transaction.per_step:
                 try:
@@ -169,9 +173,8 @@ class ShardedRegistration(Backwards):
 
     def close(self, *, groups: bool = True) -> None:
         """Take part no more, as LaneClient.close."""
-        if self.averages is not None:
-            self.averages.close()
         self.leave_model()
+        super().close(groups=groups)
         for client in self._clients:
             client.close(groups=groups)
 
@@ -328,6 +331,20 @@ class ShardedRegistration(Backwards):
                 store.add(path, layout, values)
         store.factors = everything.factors
         store.warm = True
+
+
+def _require_as_many_nodes(average: LocalSGD, found: set[tuple[int, ...]]) -> None:
+    """Raise ConfigurationError where the replicas of one shard are on more nodes than those of another.
+
+    Some would be averaged in rounds and some, inside a node, in every step: one model by two algorithms.
+    """
+    counts = sorted(count for (count,) in found)
+    if len(counts) > 1:
+        raise ConfigurationError(
+            f"{average} averages between nodes, and the replicas of some shards are on {counts[0]} and of others on "
+            f"{counts[-1]} nodes; shard inside nodes of equally many ranks: init_device_mesh(..., (nodes, ranks per "
+            f"node)), or average gradients in every step (commopt.hierarchical)"
+        )
 
 
 class _Weighs:
