@@ -150,7 +150,7 @@ class ScriptRun:
                 made = function(*args, **kwargs)
         except SystemExit as error:
             ended = error  # its traceback holds on to the script's objects
-        self._conclude(models, live, well=ended is None or ended.code in (None, 0))
+        self._conclude(models, live, ended)
         if ended is not None:
             raise ended
         del made
@@ -168,12 +168,9 @@ class ScriptRun:
         options += self.shown.options()
         return [program[0], "-m", "commopt", "run", "--strategy", self.choice.strategy, *options, *program[1:]]
 
-    def _conclude(self, models: Models, live: Live | None, *, well: bool) -> None:
-        """Print what was asked for. well: whether the script ended without an error, so that all ranks come here."""
-        if well:
-            models.end()
-        else:
-            models.average()
+    def _conclude(self, models: Models, live: Live | None, ended: SystemExit | None) -> None:
+        """Print what was asked for. ended: what the script has ended with."""
+        models.end(ended)
         models.close()
         if models.seen:
             with suppress(OSError):  # the process that made the folder did not wait for this one

@@ -25,6 +25,11 @@ _OF_SCRIPT = ("aggregator", "module", *(name for name in OPTIONS if name not in 
 """Options of attach and HookState that are objects of the script."""
 
 
+def ended_well(error: BaseException | None) -> bool:
+    """Return whether a script through which `error` passes ends without one, as with sys.exit() and sys.exit(0)."""
+    return error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
+
+
 @dataclass(frozen=True)
 class Choice:
     """A strategy as `build_preset` reads it, and further options of `attach`."""
