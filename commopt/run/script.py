@@ -19,6 +19,7 @@ from commopt.aggregate import Adam, Aggregator
 from commopt.attached.options import OPTIONS, PORTABLE_OPTIONS, AttachOptions
 from commopt.command_line import option_value
 from commopt.errors import ConfigurationError
+from commopt.groups import SITE_VARIABLE
 from commopt.hooks import CommState, attach, build_preset
 
 _OF_SCRIPT = ("aggregator", "module", *(name for name in OPTIONS if name not in PORTABLE_OPTIONS))
@@ -80,6 +81,10 @@ class Choice:
             if not equals or not name:
                 raise ConfigurationError(f"--option {setting!r} is no OPTION=VALUE, for example --option plan=ddp")
             options[name] = option_value(text)
+        if "site" in options:
+            raise ConfigurationError(
+                f"--option site={options['site']} would be the site of every node; set {SITE_VARIABLE} on each instead"
+            )
         for name in _OF_SCRIPT:
             if name in options:
                 raise ConfigurationError(
