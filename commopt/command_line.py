@@ -164,10 +164,13 @@ def require_writable(path: Path) -> None:
     try:
         if not path.is_char_device():  # /dev/null is fine
             plain_file(path)
-        existed = path.exists()
-        path.open("a").close()
-        if not existed:
-            path.unlink(missing_ok=True)  # another rank may check the same file
+        target = Path(os.path.realpath(path))  # of a link, which stays, the file
+        try:
+            target.open("x").close()
+        except FileExistsError:
+            target.open("a").close()
+        else:
+            target.unlink(missing_ok=True)  # another rank may check the same file
     except (OSError, ValueError) as error:
         raise ConfigurationError(
             f"{path} cannot be written: {reason_of(error)}; pass a file in a folder that exists"
