@@ -8,7 +8,8 @@ import os
 import re
 import sys
 from ast import literal_eval
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from math import isfinite
 from pathlib import Path
 from typing import Any, NoReturn, TextIO, TypeVar
@@ -174,4 +175,15 @@ def require_writable(path: Path) -> None:
     except (OSError, ValueError) as error:
         raise ConfigurationError(
             f"{path} cannot be written: {reason_of(error)}; pass a file in a folder that exists"
+        ) from None
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise ConfigurationError, which names file and reason, where `path` can be written no more after the work."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigurationError(
+            f"{path} cannot be written: {reason_of(error)}; pass another file, or make room for it"
         ) from None

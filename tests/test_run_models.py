@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
 from commopt.display import significant
-from commopt.run.cli import ScriptRun, Shown, show
-from commopt.run.models import Models, watching
+from commopt.run.cli import ScriptRun, Shown, _keep, show
+from commopt.run.models import Models, Trained, watching
 from commopt.run.script import Choice, Script
 from commopt.schedule import Tuned
 from commopt.schedule.decision import Outcome
@@ -314,6 +314,16 @@ def test_what_auto_chose_is_kept_and_begun_with(tmp_path: Path) -> None:
     for first, second in run(keep_what_was_tuned, 2, str(tmp_path), nodes=(1, 1)):
         assert Tuned.from_json(first).reason == "for a test"
         assert second == first
+
+
+def test_what_cannot_be_kept_is_one_line_and_ends_no_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for file, why in (("/dev/full", "No space left on device"), (tmp_path / "gone" / "tuned.json", "No such file")):
+        _keep([Trained("GPT", 0, tuned=CHOSEN)], Path(file))
+        told = capsys.readouterr().err
+        assert told.startswith(f"commopt run: what auto chose is lost: {file} cannot be written: {why}")
+        assert told.count("\n") == 1
 
 
 ENDINGS = [

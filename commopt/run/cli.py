@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from textwrap import fill
 from typing import Any, TextIO
 
-from commopt.command_line import BAD_INPUT, output_file, refuse, require_writable, whole
+from commopt.command_line import BAD_INPUT, output_file, refuse, require_writable, whole, writing
 from commopt.display import aligned, significant
 from commopt.errors import ConfigurationError
 from commopt.hooks.presets import LOCAL_PRESETS, PRESETS
@@ -189,7 +189,12 @@ def _keep(trained: Sequence[Trained], file: Path) -> None:
     """Write the result of tuning the first model, on the world's first rank."""
     found = next((record.tuned for record in trained if record.rank == 0 and record.tuned), None)
     if found is not None:
-        found.save(file)
+        try:
+            with writing(file):
+                found.save(file)
+        except ConfigurationError as error:  # the training has ended well: its status stays
+            refuse("commopt run", f"what auto chose is lost: {error}")
+            return
         print(f"commopt run: what auto chose is in {file}", file=sys.stderr)
     elif any(record.rank == 0 for record in trained):
         print(f"commopt run: auto had not chosen when training ended; {file} is as it was", file=sys.stderr)
