@@ -8,7 +8,8 @@ import os
 import re
 import sys
 from ast import literal_eval
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from math import isfinite
 from pathlib import Path
 from typing import Any, NoReturn, TextIO, TypeVar
@@ -164,11 +165,25 @@ def require_writable(path: Path) -> None:
     try:
         if not path.is_char_device():  # /dev/null is fine
             plain_file(path)
-        existed = path.exists()
-        path.open("a").close()
-        if not existed:
-            path.unlink(missing_ok=True)  # another rank may check the same file
+        target = Path(os.path.realpath(path))  # of a link, which stays, the file
+        try:
+            target.open("x").close()
+        except FileExistsError:
+            target.open("a").close()
+        else:
+            target.unlink(missing_ok=True)  # another rank may check the same file
     except (OSError, ValueError) as error:
         raise ConfigurationError(
             f"{path} cannot be written: {reason_of(error)}; pass a file in a folder that exists"
+        ) from None
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise ConfigurationError, which names file and reason, where `path` can be written no more after the work."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigurationError(
+            f"{path} cannot be written: {reason_of(error)}; pass another file, or make room for it"
         ) from None

@@ -9,7 +9,7 @@ import os
 import re
 import subprocess
 import sys
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -298,6 +298,51 @@ def test_settings_this_world_cannot_do_raise_on_every_rank(flags: str, message: 
 def test_ranks_with_different_settings_raise_on_every_rank() -> None:
     with pytest.raises(RankError, match=r"(?s)2 of 2 ranks.*disagree about iterations: rank 1 has 2, rank 0 has 1"):
         run(measure_differently, 2)
+
+
+def without_room(rank: int, world_size: int) -> tuple[int, str]:
+    said = io.StringIO()
+    with redirect_stdout(io.StringIO()), redirect_stderr(said):
+        status = cli.measure(parse(["-b", "8", "-e", "8", "-n", "1", "-w", "0", "--json", "/dev/full"]), CPU)
+    return status, said.getvalue()
+
+
+def test_a_file_without_room_is_one_line_of_the_rank_that_writes() -> None:
+    why = "commopt bandwidth: /dev/full cannot be written: No space left on device; "
+    assert run(without_room, 2) == [(2, f"{why}pass another file, or make room for it\n"), (0, "")]
+
+
+def without_memory(rank: int, world_size: int, full_ones: tuple[int, ...]) -> None:
+    def full(*_: object) -> None:
+        raise RuntimeError("can't allocate memory")
+
+    with patch.object(Pattern, "buffers", full) if rank in full_ones else nullcontext():
+        cli.measure(parse(["-b", "8", "-e", "8"]), CPU)
+
+
+@pytest.mark.parametrize("full_ones", [(1,), (0, 1)])
+def test_buffers_that_some_rank_cannot_allocate_raise_on_every_rank(full_ones: tuple[int, ...]) -> None:
+    with pytest.raises(RankError) as failed:
+        run(without_memory, 2, full_ones)
+    for rank in range(2):
+        why = r" \(can't allocate memory\)" if rank in full_ones else ""
+        ranks = f"{len(full_ones)} of 2 ranks"
+        message = rf"ConfigurationError: {ranks} cannot allocate buffers of 8 bytes{why}; pass a lower -e"
+        assert re.search(message, failed.value.errors[rank])
+
+
+def test_a_failure_on_some_rank_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise commopt.LaneError("rank 1 ended with an exception")
+
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(cli, "start", lambda environ: CPU)
+    monkeypatch.setattr(cli, "measure", fail)
+    cli.add_arguments(parser := CommandParser())
+    assert cli.run(parser.parse_args([])) == 3
+    assert capsys.readouterr().err == "commopt bandwidth: rank 1 ended with an exception\n"
 
 
 def _torchrun(ranks: int, *command: str, **env: str) -> subprocess.CompletedProcess[str]:

@@ -24,8 +24,9 @@ import pytest
 
 import commopt.__main__
 import topology.__main__
-from commopt.command_line import BAD_INPUT, CommandParser, number, parse_nbytes, whole
+from commopt.command_line import BAD_INPUT, CommandParser, number, parse_nbytes, require_writable, whole
 from commopt.cost import Speeds, nominal_links
+from commopt.errors import ConfigurationError
 from commopt.groups import TeamShape
 from commopt.schedule import Outcome, Plan, Tuned
 from tests.doctor_machine import tcp_server
@@ -389,3 +390,33 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_work(
     with only_parsed(known, monkeypatch):
         assert outcome_of(known, ["--json", str(tmp_path / "new.json")]) == "started"
     assert not (tmp_path / "new.json").exists()
+
+
+def test_asking_whether_a_file_can_be_written_leaves_links_and_files_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, file = tmp_path / "link.json", tmp_path / "file.json"
+    link.symlink_to(file)
+    require_writable(link)  # whose file comes later
+    assert link.is_symlink()
+    assert not file.exists()
+    link.write_text("mine")
+    require_writable(link)
+    assert (link.is_symlink(), file.read_text()) == (True, "mine")
+    ring = tmp_path / "ring"
+    ring.symlink_to(ring)
+    with pytest.raises(ConfigurationError, match="ring cannot be written"):
+        require_writable(ring)
+
+    file.unlink()
+    opens = Path.open
+
+    def outrun(path: Path, *mode: Any) -> Any:
+        with opens(file, "w") as other:
+            other.write("another's")
+        return opens(path, *mode)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", outrun)
+        require_writable(file)
+    assert file.read_text() == "another's"

@@ -189,6 +189,9 @@ def test_alone_only_compression_is_measured(
     assert {key.kind for key in links.work} == {
         *("encode", "decode", "recode", "factor", "refresh", "copy", "pack", "unpack")
     }
+    assert main(["probe", "-b", "256", "-e", "1K", "--budget", "0.1", "-o", "/dev/full"]) == 2
+    *_, line = capsys.readouterr().err.splitlines()
+    assert line.startswith("commopt probe: /dev/full cannot be written: No space left on device; pass another file")
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,17 @@ def test_a_page_has_every_rank_and_message(tmp_path: Path) -> None:
     assert all(0 <= float(value.rstrip("%")) <= 100 for value in places)
 
 
+def test_who_reads_a_page_while_it_is_written_anew_has_it_whole(tmp_path: Path) -> None:
+    file, timeline = tmp_path / "page.html", training()
+    page_of(timeline, reported(timeline), file)
+    before = file.read_text()
+    with file.open() as reader:
+        page_of(training(ranks=5), reported(training(ranks=5)), file)
+        assert reader.read() == before
+    assert file.read_text() != before
+    assert list(tmp_path.iterdir()) == [file]
+
+
 def test_of_many_ranks_the_latest_are_drawn(tmp_path: Path) -> None:
     timeline = training(ranks=40, buckets=1, steps=5, delay_us=lambda step, rank, at: 9 * MS * (rank == 37))
     page = page_of(timeline, reported(timeline), tmp_path / "page.html")

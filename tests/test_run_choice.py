@@ -46,6 +46,7 @@ BAD: list[tuple[str, list[str], str]] = [
     ("flat", ["record"], "--option 'record' is no OPTION=VALUE"),
     ("flat", ["=3"], "is no OPTION=VALUE"),
     ("flat", ["scaler=1"], r"commopt.attach\(ddp, 'flat', scaler=...\)"),
+    ("flat", ["site=berlin"], "site=berlin would be the site of every node; set COMMOPT_SITE on each instead"),
     ("flat", ["process_group=dp"], "no value that a command line can hold"),
     ("flat", ["timeout=soon"], "timeout 'soon' is a str"),
     ("flat", ["timeout=True"], "timeout True is a bool"),

@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commopt
 from commopt.display import significant
-from commopt.run.cli import ScriptRun, Shown, show
-from commopt.run.models import Models, watching
+from commopt.run.cli import ScriptRun, Shown, _keep, show
+from commopt.run.models import Models, Trained, watching
 from commopt.run.script import Choice, Script
 from commopt.schedule import Tuned
 from commopt.schedule.decision import Outcome
@@ -283,14 +283,15 @@ def test_the_scaler_is_known_before_the_first_bucket() -> None:
 # ------------------------------------------------------------------------------------------------ the end
 
 
+CHOSEN = Tuned("flat", ("lossless",), (1, 1), 10, (Outcome("flat", "Flat()", 0.0, 1.0, 1.0),), None, "for a test")
+
+
 def keep_what_was_tuned(rank: int, world_size: int, folder: str) -> tuple[str, str]:
     """Train with `auto` and a file, twice: what is in it at the end is what the state had."""
     file = Path(folder, "tuned.json")
     job = ScriptRun(
         Choice.read("auto", ["timeout=60"], file), Script("none.py"), Shown(False, False, None, 50), (), folder, file
     )
-    tried = (Outcome("flat", "Flat()", 0.0, 1.0, 1.0),)
-    chosen = Tuned("flat", ("lossless",), (1, 1), 10, tried, None, "for a test")
 
     def script() -> TorchDDP:
         ddp = TorchDDP(seeded(Tower))
@@ -298,7 +299,7 @@ def keep_what_was_tuned(rank: int, world_size: int, folder: str) -> tuple[str, s
         return ddp
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(commopt.HookState, "tuned", property(lambda state: chosen))
+        patch.setattr(commopt.HookState, "tuned", property(lambda state: CHOSEN))
         job.run(script)
     torch.distributed.barrier()
     written = file.read_text()
@@ -313,6 +314,58 @@ def test_what_auto_chose_is_kept_and_begun_with(tmp_path: Path) -> None:
     for first, second in run(keep_what_was_tuned, 2, str(tmp_path), nodes=(1, 1)):
         assert Tuned.from_json(first).reason == "for a test"
         assert second == first
+
+
+def test_what_cannot_be_kept_is_one_line_and_ends_no_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for file, why in (("/dev/full", "No space left on device"), (tmp_path / "gone" / "tuned.json", "No such file")):
+        _keep([Trained("GPT", 0, tuned=CHOSEN)], Path(file))
+        told = capsys.readouterr().err
+        assert told.startswith(f"commopt run: what auto chose is lost: {file} cannot be written: {why}")
+        assert told.count("\n") == 1
+
+
+ENDINGS = [
+    (SystemExit(0), "destroys", "one model"),
+    (SystemExit(0), "leaves", "one model"),
+    (SystemExit(3), "destroys", "no average is taken after a SystemExit"),
+    (SystemExit(3), "leaves", "no average is taken after a SystemExit"),
+    (ValueError("broken"), "destroys", "no average is taken after a ValueError"),
+]
+
+
+def learn_apart(rank: int, world_size: int, ending: BaseException, way: str, folder: str) -> tuple[str, list[str]]:
+    """Return what this rank's node ends with, and what was said of it."""
+    job = ScriptRun(Choice("onebit_local"), Script("none.py"), Shown(False, False, None, 50), (), folder)
+    kept: list[TorchDDP] = []
+
+    def script() -> None:
+        kept.append(TorchDDP(seeded(Tower), **SMALL_BUCKET))
+        try:
+            train(kept[0], rank)
+            raise ending
+        finally:
+            if way == "destroys":
+                torch.distributed.destroy_process_group()
+
+    with heard() as said, pytest.raises(type(ending)):
+        job.run(script)
+    return digest_of(kept[0].module), [line for _, line in said if "end with different parameters" in line]
+
+
+@pytest.mark.parametrize(("ending", "way", "then"), ENDINGS)
+def test_only_ranks_without_an_error_average_at_the_end(
+    ending: BaseException, way: str, then: str, tmp_path: Path
+) -> None:
+    """One that an error passes through would wait for others, which may not come."""
+    (first, said), (second, said_too) = run(learn_apart, 2, ending, way, str(tmp_path), nodes=(1, 1))
+    if then == "one model":
+        assert first == second
+        assert said == said_too == []
+    else:
+        assert first != second
+        assert said == said_too == [f"commopt run: nodes end with different parameters: {then}"]
 
 
 def let_go(rank: int, world_size: int) -> list[str]:

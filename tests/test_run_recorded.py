@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `commopt run --report` records of real trainings of every kind, and the verdict on each: on gloo, in seconds."""
+"""What `commopt run --report` records of real trainings of every kind, and the verdict on each: on gloo, in seconds.
+
+And what `commopt doctor --script` records of scripts, however they end.
+"""
 
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +16,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim import SGD
 
+from commopt.doctor.verdict.facts import Measurements
 from commopt.doctor.verdict.judge import Verdict
+from commopt.doctor.verdict.measure import Found
 from commopt.doctor.verdict.recording import verdict_on
+from commopt.doctor.verdict.script import LEAST_STEPS, MOST_STEPS, record
 from commopt.doctor.verdict.show import MOST_LINES, lines_of
+from commopt.errors import ConfigurationError
 from commopt.run.models import Models, watching
 from commopt.run.script import Choice
 from tests.plan_changes import heard
@@ -142,3 +150,78 @@ def test_an_error_while_recordings_are_gathered_is_one_line_of_the_first_rank() 
     assert len(first) == 1
     assert first[0].startswith("commopt run: no verdict on Blocks: ")
     assert other == []
+
+
+# ----------------------------------------------------------------------------------------- doctor --script
+
+SCRIPT = f"""
+import sys
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+FEW, ENOUGH, MANY = 2, {LEAST_STEPS}, {MOST_STEPS + 9}
+
+class Early(nn.Linear):
+    pass
+
+class Late(nn.Linear):
+    pass
+
+def train(steps, kind):
+    ddp = DistributedDataParallel(kind(8, 8))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        ddp(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+    return ddp
+
+def main(steps, kind=Early):
+    train(steps, kind)
+
+def failing(steps):
+    ddp = train(steps, Early)
+    try:
+        raise ValueError("broken")
+    finally:
+        torch.distributed.destroy_process_group()
+
+"""
+SHORT = f"ended before a model of DistributedDataParallel had taken {LEAST_STEPS} steps"
+ENDS = {
+    "main(MANY)": "Early",
+    "main(ENOUGH)": "Early",
+    "sys.exit(main(ENOUGH))": "Early",
+    "main(ENOUGH); torch.distributed.destroy_process_group()": "Early",
+    "main(FEW); main(ENOUGH, Late); sys.exit(0)": "Late",
+    "main(ENOUGH); main(FEW, Late)": "Early",
+    "sys.exit(main(FEW))": SHORT,
+    "sys.exit(0)": SHORT,
+    "main(ENOUGH); sys.exit(3)": "SystemExit: 3",
+    "failing(ENOUGH)": "ValueError: broken",
+}
+
+
+def recorded_script(rank: int, world_size: int, ending: str, folder: str) -> str:
+    """Return the model that was recorded, or what was raised."""
+    script = Path(folder, f"train{rank}.py")
+    script.write_text(SCRIPT + ending)
+    found = Found(Measurements(("here",), (world_size,)))
+    try:
+        record([str(script)], found, 60.0, lambda text: None)
+    except ConfigurationError as error:
+        return str(error)
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+    assert found.workload is not None
+    assert found.measurements.training is not None
+    assert found.measurements.training.step_ms > 0
+    assert torch.distributed.is_initialized(), "links are measured after it"
+    return found.workload.name
+
+
+@pytest.mark.parametrize("ending", ENDS)
+def test_a_script_is_recorded_however_it_ends(ending: str, tmp_path: Path) -> None:
+    for outcome in run(recorded_script, 2, ending, str(tmp_path)):
+        assert ENDS[ending] in outcome

@@ -23,6 +23,14 @@ BASE = ["simulate", "--model", "resnet50", "--nic", "25gbps"]
 QUICK = [*BASE, "--nodes", "1,4", "--strategies", "stock", "powersgd:matrix_rank=2"]
 
 
+def test_an_output_without_room_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*QUICK, "-o", "/dev/full"]) == 2
+    said = capsys.readouterr()
+    assert "resnet50" in said.out
+    assert said.err.startswith("commopt simulate: /dev/full cannot be written: No space left on device; pass another")
+    assert said.err.count("\n") == 1
+
+
 def test_output_has_inputs_and_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "out.json"
     assert main([*QUICK, "--gpus-per-node", "4", "--batch", "16", "--straggler", "0.02", "-o", str(target)]) == 0

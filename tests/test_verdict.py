@@ -7,12 +7,15 @@ import json
 import random
 import string
 import sys
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from bench.evidence import verdict as evidence
+from commopt.command_line import BAD_INPUT
+from commopt.doctor.verdict.command import conclude
 from commopt.doctor.verdict.facts import Gain, InterfaceRates, Level, Measurements, Pace, Problem, Training
 from commopt.doctor.verdict.judge import AS_IT_SHOULD_BE, NOT_MEASURED, SLOWER, judge
 from commopt.doctor.verdict.show import MOST_LINES, changes, lines_of
@@ -342,3 +345,16 @@ def test_what_changed_since_then_is_told_the_largest_change_first() -> None:
         "  node2 eth0: 8.00 Gb/s, was 9.40 Gb/s (0.85 times)",
     ]
     assert changes(then, then) == ["Since yesterday:", "  no rate differs by more than 10 %"]
+
+
+@pytest.mark.parametrize("option", ["html", "save"])
+def test_a_file_that_can_be_written_no_more_is_one_line_below_the_verdict(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for file, why in (("/dev/full", "No space left on device"), (tmp_path / "gone" / "file", "No such file")):
+        asked = Namespace(**{"json": False, "html": None, "save": None, option: Path(file)})
+        assert conclude(HEALTHY, asked, None) == BAD_INPUT
+        said = capsys.readouterr()
+        assert said.out.startswith("As it should be")
+        assert said.err.startswith(f"commopt doctor: {file} cannot be written: {why}")
+        assert said.err.count("\n") == 1

@@ -28,8 +28,9 @@ from commopt.groups import TeamShape, WireBytes
 from commopt.hooks import build_preset
 from commopt.recording import Recorder
 from commopt.run.cli import _show_verdict
-from commopt.run.models import Trained
+from commopt.run.models import Models, Trained
 from commopt.run.recorded import BLOCK, PERIOD, Recorded, StepRecording
+from commopt.run.script import Choice
 from commopt.timeline import Timeline, TrafficOutside, report
 from commopt.timeline.page import write_page
 from tests.html_pages import Page
@@ -387,12 +388,15 @@ class Holder:
 def test_nobody_is_waited_for_while_an_error_passes_through() -> None:
     """A script may destroy its process group on the way out, which other ranks never come to."""
     recording, _registration = alone()
-    try:
-        raise ValueError
-    except ValueError:
-        recording.gather()
     with pytest.raises(Asked):
         recording.gather()
+    models = Models(Choice("flat"))
+    models.trained.append(Trained("GPT", 1, recording=recording))
+    for error in (ValueError(), KeyboardInterrupt(), SystemExit(1), SystemExit("no")):
+        models.end(error)
+        assert models.trained[0].recording is recording
+    models.end(SystemExit(0))
+    assert models.trained[0].recording is None, "the other rank was asked"
 
 
 def test_most_steps_of_a_long_training_are_not_recorded() -> None:

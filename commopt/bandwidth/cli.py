@@ -11,14 +11,16 @@ from dataclasses import fields
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from commopt.bandwidth import report
 from commopt.bandwidth.collectives import TORCH, Implementation, Pattern, count_wrong, of_commopt, of_torch
 from commopt.bandwidth.options import BandwidthOptions, add_arguments, options_of
 from commopt.bandwidth.report import BandwidthMeasurement, TableRow, Timing
 from commopt.collectives import Communicator
-from commopt.command_line import refuse
-from commopt.errors import ConfigurationError, MismatchError, UnsupportedTensorError
+from commopt.command_line import refuse, writing
+from commopt.document import write_whole
+from commopt.errors import CommoptError, ConfigurationError, MismatchError, UnsupportedTensorError
 from commopt.groups import join
 from commopt.probe.cli import require_usable, start
 from commopt.probe.timing import Repeats, loop, since_begin_us
@@ -27,6 +29,7 @@ from commopt.recording import clock_for
 __all__ = ["add_arguments", "measure", "run"]
 
 _WRONG_RESULTS = 1
+_FAILED = 3
 
 
 class Bench:
@@ -84,7 +87,7 @@ class Bench:
 
     def _measure_side(self, implementation: Implementation, count: int, in_place: bool) -> BandwidthMeasurement:
         options, collective = self.options, self.options.collective
-        send, recv = self._pattern.buffers(collective, self.rank, count, self.device, in_place)
+        send, recv = self._buffers(count, in_place)
         call = collective.bind(implementation.functions[collective.name], self.rank, send, recv)
         wrong = None
         if options.check:
@@ -96,6 +99,21 @@ class Bench:
             (wrong,) = _sum_over_ranks(sum(count_wrong(*pair, tolerance, lossless=not bound) for pair in pairs))
         timing = time_calls(call, Repeats(options.warm_up_iterations, options.iterations), self.device)
         return BandwidthMeasurement.of(timing, self._nbytes(count), collective.bus_factor(self.world_size), wrong)
+
+    def _buffers(self, count: int, in_place: bool) -> tuple[Tensor, Tensor]:
+        """Return (send, recv). Raises ConfigurationError on every rank if some rank has no memory for them."""
+        buffers, why = None, ""
+        try:
+            buffers = self._pattern.buffers(self.options.collective, self.rank, count, self.device, in_place)
+        except RuntimeError as error:  # OutOfMemoryError, or the CPU allocator's
+            why = f" ({str(error).splitlines()[0]})"
+        (without,) = _sum_over_ranks(int(buffers is None))
+        if buffers is None or without:
+            raise ConfigurationError(
+                f"{without} of {self.world_size} ranks cannot allocate buffers of {self._nbytes(count)} bytes{why}; "
+                f"pass a lower -e"
+            )
+        return buffers
 
 
 def time_calls(call: Callable[[], object], repeats: Repeats, device: torch.device) -> Timing:
@@ -137,11 +155,16 @@ def measure(options: BandwidthOptions, device: torch.device) -> int:
         tell(row if isinstance(row, str) else line(row, width))
         rows += [] if isinstance(row, str) else [row]
     tell(report.footer(rows, report.notes(options, bench.implementations, device)))
+    status = _WRONG_RESULTS if any(row.wrong for row in rows) else 0
     if options.json is not None and bench.rank == 0:
         document = report.document(options, bench.communicator.cluster, device, rows)
-        options.json.write_text(json.dumps(document, indent=2) + "\n")
+        try:
+            with writing(options.json):
+                write_whole(options.json, f"{json.dumps(document, indent=2)}\n".encode())
+        except ConfigurationError as error:
+            status = refuse("commopt bandwidth", error)
     _sum_over_ranks(0)  # torchrun ends all ranks as soon as one of them exits with 1: not before rank 0 has written
-    return _WRONG_RESULTS if any(row.wrong for row in rows) else 0
+    return status
 
 
 def run(options: argparse.Namespace) -> int:
@@ -157,6 +180,9 @@ def run(options: argparse.Namespace) -> int:
         status = measure(asked, start(os.environ))
     except (ConfigurationError, MismatchError, UnsupportedTensorError) as error:
         status = refuse("commopt bandwidth", error)
+    except CommoptError as error:
+        refuse("commopt bandwidth", error)
+        status = _FAILED
     if dist.is_initialized():
         dist.destroy_process_group()
     return status

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.usage = "torchrun ... -m commopt bandwidth [OPTIONS]"
     parser.description = "Time a collective over all ranks and print nccl-tests' table."
-    parser.epilog = "Exit status: 0, 1 when a result was wrong, 2 for settings that cannot work."
+    parser.epilog = "Exit status: 0, 1 when a result was wrong, 2 for settings that cannot work, 3 when a rank failed."
     names = ", ".join(sorted(known_aggregators()))
     with_what = f"what to time it with: {TORCH} (the backend's own collective) or, for all_reduce, one of {names} "
     with_what += f"(default hierarchical); {COMMOPT} for other collectives"

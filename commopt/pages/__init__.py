@@ -6,6 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from commopt.document import write_whole
+
 
 def write_page(file: Path, template: Path, **values: Any) -> None:
     """Fill in a Jinja template, which may include `style.css` of this folder; values are escaped. Raises OSError."""
@@ -18,4 +20,5 @@ def write_page(file: Path, template: Path, **values: Any) -> None:
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    file.write_text(environment.get_template(template.name).render(**values), encoding="utf-8")
+    # A browser may read a page that is written anew every so many steps.
+    write_whole(file, environment.get_template(template.name).render(**values).encode())

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commopt.command_line import BAD_INPUT, number, parse_nbytes, refuse, require_writable
+from commopt.command_line import BAD_INPUT, number, parse_nbytes, refuse, require_writable, writing
 from commopt.errors import CommoptError, ConfigurationError, MismatchError
 from commopt.groups import join
 from commopt.probe import report
@@ -118,7 +118,8 @@ def _run(options: argparse.Namespace, asked: ProbeOptions, environ: Mapping[str,
         return
     report.show(found, report.LineRate.of(found.links, nominal_gbps), asked.budget_s)
     if options.output is not None:
-        found.links.save(options.output)
+        with writing(options.output):
+            found.links.save(options.output)
 
 
 def require_usable(path: Path | None) -> None:

@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from textwrap import fill
 from typing import Any, TextIO
 
-from commopt.command_line import BAD_INPUT, output_file, refuse, require_writable, whole
+from commopt.command_line import BAD_INPUT, output_file, refuse, require_writable, whole, writing
 from commopt.display import aligned, significant
 from commopt.errors import ConfigurationError
 from commopt.hooks.presets import LOCAL_PRESETS, PRESETS
@@ -150,7 +150,7 @@ class ScriptRun:
                 made = function(*args, **kwargs)
         except SystemExit as error:
             ended = error  # its traceback holds on to the script's objects
-        self._conclude(models, live, well=ended is None or ended.code in (None, 0))
+        self._conclude(models, live, ended)
         if ended is not None:
             raise ended
         del made
@@ -168,12 +168,9 @@ class ScriptRun:
         options += self.shown.options()
         return [program[0], "-m", "commopt", "run", "--strategy", self.choice.strategy, *options, *program[1:]]
 
-    def _conclude(self, models: Models, live: Live | None, *, well: bool) -> None:
-        """Print what was asked for. well: whether the script ended without an error, so that all ranks come here."""
-        if well:
-            models.end()
-        else:
-            models.average()
+    def _conclude(self, models: Models, live: Live | None, ended: SystemExit | None) -> None:
+        """Print what was asked for. ended: what the script has ended with."""
+        models.end(ended)
         models.close()
         if models.seen:
             with suppress(OSError):  # the process that made the folder did not wait for this one
@@ -192,7 +189,12 @@ def _keep(trained: Sequence[Trained], file: Path) -> None:
     """Write the result of tuning the first model, on the world's first rank."""
     found = next((record.tuned for record in trained if record.rank == 0 and record.tuned), None)
     if found is not None:
-        found.save(file)
+        try:
+            with writing(file):
+                found.save(file)
+        except ConfigurationError as error:  # the training has ended well: its status stays
+            refuse("commopt run", f"what auto chose is lost: {error}")
+            return
         print(f"commopt run: what auto chose is in {file}", file=sys.stderr)
     elif any(record.rank == 0 for record in trained):
         print(f"commopt run: auto had not chosen when training ended; {file} is as it was", file=sys.stderr)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ from commopt.errors import CommoptError
 from commopt.hooks import CommState
 from commopt.run.live import Live
 from commopt.run.recorded import Recorded, StepRecording
-from commopt.run.script import Choice
+from commopt.run.script import Choice, ended_well
 from commopt.schedule import Tuned
 from commopt.sharded.seams import replaced_in, reshard_between_steps
 
@@ -144,21 +145,29 @@ class Models:
         self._open.append(at_its_end)
         _log.info("commopt run: %s on the model %s", self._choice.strategy, name)
 
-    def end(self) -> None:
+    def end(self, error: BaseException | None = None) -> None:
         """Average what nodes have learned by themselves, and bring together what was recorded; collective.
 
         Called when the script destroys the process group, and when it has ended by itself.
+
+        error: that passes through this rank. Then nothing is sent: others may not come, and would be waited for.
         """
-        self.average()
-        for record in self.trained:
-            record.gather()
+        if ended_well(error):
+            self.average()
+            for record in self.trained:
+                record.gather()
+        elif self._apart():
+            why = type(error).__name__
+            _log.warning("commopt run: nodes end with different parameters: no average is taken after a %s", why)
+
+    def _apart(self) -> list[CommState]:
+        """Return the states that can still average what nodes have learned by themselves."""
+        states = (waiting() for waiting in self._states)
+        return [each for each in states if each is not None and each.nodes_differ and each.membership.alive]
 
     def average(self) -> None:
         """Let the nodes hold one model where a LocalSGD lets them learn by themselves; collective."""
-        for waiting in self._states:
-            state = waiting()
-            if state is None or not state.nodes_differ or not state.membership.alive:
-                continue
+        for state in self._apart():
             try:
                 state.average_parameters()
             except CommoptError as error:
@@ -264,7 +273,7 @@ def _patched() -> Iterator[None]:
     @wraps(destroy)
     def watched_destroy(group: Any = None) -> None:
         if group in (None, dist.group.WORLD):
-            _watching[-1].end()
+            _watching[-1].end(sys.exc_info()[1])
         destroy(group)
 
     for kind in _WATCHED:  # none of which has a __call__ of its own

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import re
-import sys
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -100,10 +99,10 @@ class StepRecording:
     def gather(self) -> None:
         """Set `recorded`; collective over the ranks of the model, which wait WAIT_S for each other.
 
-        Nothing happens while an error passes through this rank, since others may not come then. Raises CommoptError.
+        Raises CommoptError.
         """
         client, membership = self._client, self._client.membership
-        if self.recorded is not None or client.closed or not membership.alive or sys.exc_info()[0] is not None:
+        if self.recorded is not None or client.closed or not membership.alive:
             return
         facts = {"steps": len(self._recorder.steps()), "busy": self._busy()}
         store, place = membership.store.within(_ROOM), client.team.rank

@@ -19,10 +19,16 @@ from commopt.aggregate import Adam, Aggregator
 from commopt.attached.options import OPTIONS, PORTABLE_OPTIONS, AttachOptions
 from commopt.command_line import option_value
 from commopt.errors import ConfigurationError
+from commopt.groups import SITE_VARIABLE
 from commopt.hooks import CommState, attach, build_preset
 
 _OF_SCRIPT = ("aggregator", "module", *(name for name in OPTIONS if name not in PORTABLE_OPTIONS))
 """Options of attach and HookState that are objects of the script."""
+
+
+def ended_well(error: BaseException | None) -> bool:
+    """Return whether a script through which `error` passes ends without one, as with sys.exit() and sys.exit(0)."""
+    return error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,10 @@ class Choice:
             if not equals or not name:
                 raise ConfigurationError(f"--option {setting!r} is no OPTION=VALUE, for example --option plan=ddp")
             options[name] = option_value(text)
+        if "site" in options:
+            raise ConfigurationError(
+                f"--option site={options['site']} would be the site of every node; set {SITE_VARIABLE} on each instead"
+            )
         for name in _OF_SCRIPT:
             if name in options:
                 raise ConfigurationError(

@@ -15,9 +15,10 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from commopt.command_line import BAD_INPUT, number, output_file, reader_has_gone, refuse, whole
+from commopt.command_line import BAD_INPUT, number, output_file, reader_has_gone, refuse, whole, writing
 from commopt.cost import Links
 from commopt.display import WIDTH
+from commopt.document import write_whole
 from commopt.errors import ConfigurationError, did_you_mean
 from commopt.simulate import report
 from commopt.simulate.cluster import GPUS, INTRA_GB_PER_S, ClusterSpec, NetworkSpec, gpu
@@ -125,7 +126,8 @@ def _simulate(options: argparse.Namespace) -> None:
         print(*wrap(line, WIDTH), sep="\n")
     if options.output is not None:
         document = report.as_document(_inputs(options, cluster, workload), points)
-        options.output.write_text(json.dumps(document, indent=1) + "\n")
+        with writing(options.output):
+            write_whole(options.output, f"{json.dumps(document, indent=1)}\n".encode())
 
 
 def _workload(options: argparse.Namespace) -> tuple[Callable[[int], Workload], int]:

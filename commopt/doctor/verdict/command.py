@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commopt.command_line import refuse
+from commopt.command_line import refuse, writing
 from commopt.doctor import diagnose, observe
 from commopt.doctor.compare import TIMEOUT_S, gather, rank_facts
 from commopt.doctor.finding import FINE, Finding
@@ -91,12 +91,17 @@ def conclude(found: Measurements, options: argparse.Namespace, before: Measureme
     else:
         print(*lines_of(verdict), *([] if before is None else ["", *changes(found, before)]), sep="\n")
     sys.stdout.flush()
-    if options.html is not None:
-        from commopt.doctor.verdict.page import write_verdict
+    try:
+        if options.html is not None:
+            from commopt.doctor.verdict.page import write_verdict
 
-        write_verdict(options.html, verdict, found, [] if before is None else changes(found, before))
-    if options.save is not None:
-        found.save(options.save)
+            with writing(options.html):
+                write_verdict(options.html, verdict, found, [] if before is None else changes(found, before))
+        if options.save is not None:
+            with writing(options.save):
+                found.save(options.save)
+    except ConfigurationError as error:
+        return refuse("commopt doctor", error)
     return verdict.status
 
 

@@ -21,7 +21,7 @@ from commopt.errors import ConfigurationError
 from commopt.hooks import CommState
 from commopt.run.models import Models, watching
 from commopt.run.recorded import waited_us
-from commopt.run.script import Choice, Script
+from commopt.run.script import Choice, Script, ended_well
 from commopt.simulate import Parameter, Workload
 from commopt.timeline import Timeline, analyse
 
@@ -45,15 +45,20 @@ class _Recording(Models):
         self._begun = time.monotonic()
         self._last_step = 0
         self._waited_before_us: float | None = None
+        self._farthest: TorchDDP | None = None  # held, since the script's end may be that of its models
 
     def before_forward(self, model: nn.Module) -> None:
         """Attach, and after enough steps read them and end the script."""
         super().before_forward(model)
         if not isinstance(model, TorchDDP) or not torch.is_grad_enabled():
             return
-        state = self._state_of(model)
-        steps = 0 if state is None else state._registration.steps
-        if state is None or steps < LEAST_STEPS:
+        state, most = self._state_of(model), self._steps_of(self._farthest)
+        if state is None:
+            return
+        steps = state._registration.steps
+        if most <= steps and most < LEAST_STEPS:
+            self._farthest = model
+        if steps < LEAST_STEPS:
             return
         if not self._last_step:  # agreed once: a meeting in every step would be part of what is recorded
             spent_s = time.monotonic() - self._begun
@@ -67,13 +72,12 @@ class _Recording(Models):
 
     def average(self) -> None:
         """Read what was recorded before the script ends its process group, and end it here if that is enough."""
-        for state in (each() for each in self._states):
-            model = None if state is None else state._registration.model()
-            if state is None or model is None or not state.membership.alive:
-                continue
-            if state._registration.steps >= LEAST_STEPS:
-                self._read(state, model)
-                raise Enough
+        model, state = self._farthest, self._state_of(self._farthest)
+        if model is None or state is None or not state.membership.alive:
+            return
+        if state._registration.steps >= LEAST_STEPS:
+            self._read(state, model)
+            raise Enough
 
     def _busy(self) -> float | None:
         """Return the share of the recorded time in which a program of this host waited for a CPU."""
@@ -82,9 +86,13 @@ class _Recording(Models):
             return None
         return min((waited - self._waited_before_us) / (spent_s * 1e6), 1.0)
 
-    def _state_of(self, model: TorchDDP) -> CommState | None:
-        states = (each() for each in self._states)
+    def _state_of(self, model: TorchDDP | None) -> CommState | None:
+        states = (each() for each in self._states if model is not None)
         return next((one for one in states if one is not None and one._registration.model() is model), None)
+
+    def _steps_of(self, model: TorchDDP | None) -> int:
+        state = self._state_of(model)
+        return 0 if state is None else state._registration.steps
 
     def _read(self, state: CommState, model: TorchDDP) -> None:
         timeline = timeline_of(state._registration, lambda timeline, path: None, None, "doctor --measure --script")
@@ -109,16 +117,20 @@ def script_of(words: Sequence[str]) -> Script:
 def record(words: Sequence[str], found: Found, budget_s: float, say: Say) -> None:
     """Run a script until enough steps were recorded, or the time is over; collective. Its process group stays.
 
-    Raises ConfigurationError if it trains no DDP model for LEAST_STEPS steps.
+    Raises ConfigurationError if it trains no DDP model for LEAST_STEPS steps. Its own exceptions pass through, but for
+    SystemExit without an error.
     """
     script = script_of(words)
     say(f"steps of {Path(script.target).name}")
+    recording = _Recording(found, budget_s)
     try:
-        recording = _Recording(found, budget_s)
-        with watching(recording):
-            made = script.run()  # holds its models
+        try:
+            with watching(recording):
+                script.run()
+        except SystemExit as error:
+            if not ended_well(error):
+                raise
         recording.average()
-        del made
     except Enough:
         return
     raise ConfigurationError(
