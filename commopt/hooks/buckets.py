@@ -26,6 +26,7 @@ from commopt.attached.checks import (
     warn_of_unknown_scaler,
     when_first_stepped,
 )
+from commopt.attached.checksum import comparable
 from commopt.attached.divergence import DivergenceCheck, Named, Replicas, alike_in
 from commopt.attached.layouts import Layouts
 from commopt.attached.local_sgd import ParameterAverages
@@ -418,13 +419,11 @@ def buffers_of(registration: DDPRegistration | None) -> Named:
 
 
 def _not_ignored(module: nn.Module, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Return dense tensors, but for those that DDP is told to ignore, by its names (".weight" of the root)."""
+    """Return what can be compared, but for what DDP is told to ignore, by its names (".weight" of the root)."""
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-    return {
-        name: each
-        for name, each in named
-        if each.layout == torch.strided and ignored.isdisjoint((name, name if "." in name else f".{name}"))
-    }
+    return comparable(
+        {name: each for name, each in named if ignored.isdisjoint((name, name if "." in name else f".{name}"))}
+    )
 
 
 def _note_optimizer(registration: DDPRegistration, optimizer: torch.optim.Optimizer) -> None:
