@@ -144,6 +144,14 @@ UNSUPPORTED: Calls = {
         ("'weight'", "complex64", "view_as_complex"),
     ),
     "sparse tensor": (lambda: commopt.all_reduce(torch.eye(3).to_sparse()), ("sparse", "to_dense")),
+    "nested tensor": (
+        lambda: commopt.all_reduce(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
+        ("nested", "x.unbind()"),
+    ),
+    "quantized tensor": (
+        lambda: Communicator().broadcast(torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)),
+        ("quantized", "x.int_repr()"),
+    ),
     "sparse gradients": (
         lambda: commopt.attach(TorchDDP(nn.Sequential(nn.Embedding(8, 2, sparse=True))), "flat"),
         ("'0.weight'", "sparse=False"),

@@ -3,11 +3,17 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from commopt.attached import checksum as checksums
-from commopt.attached.checksum import checksum
+from commopt.attached.checksum import as_bytes, checksum, comparable
+from commopt.attached.rounds import digest_of
 
 CPU = torch.device("cpu")
 
@@ -61,3 +67,52 @@ def test_strides_do_not_count() -> None:
     assert int(checksum([image], CPU)) == int(checksum([image.to(memory_format=torch.channels_last)], CPU))
     shifted = torch.zeros(image.numel() + 1)[1:].view(image.shape).copy_(image)  # at no multiple of 8 bytes
     assert int(checksum([image], CPU)) == int(checksum([shifted], CPU))
+
+
+def freed() -> Tensor:
+    tensor = torch.ones(5)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+# By what PyTorch calls them, tensors whose values are not what lies in their memory.
+WITHOUT_BITS: dict[str, Callable[[], Tensor]] = {
+    "meta": lambda: torch.empty(3, device="meta"),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "sparse by rows": lambda: torch.eye(3).to_sparse_csr(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "jagged": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    "MKL-DNN": lambda: torch.ones(3).to_mkldnn(),
+    "fake": lambda: FakeTensorMode().from_tensor(torch.ones(3)),
+    "uninitialized": nn.UninitializedBuffer,
+    "freed": freed,
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", WITHOUT_BITS)
+def test_what_has_no_bits_is_left_out(kind: str) -> None:
+    plain = torch.ones(3)
+    assert list(comparable({"plain": plain, kind: WITHOUT_BITS[kind](), "none": plain[:0]})) == ["plain", "none"]
+
+
+def test_views_that_conjugate_or_negate_have_the_bits_of_their_values() -> None:
+    values = torch.randn(4, 4, dtype=torch.complex64)
+    with torch.inference_mode():
+        made_there = torch.randn(4)
+    for view in (values.conj(), values.conj().imag, values.mT.conj(), torch.randn(1, 4).expand(3, 4), made_there):
+        assert list(comparable({"view": view})) == ["view"]
+        assert int(checksum([view], CPU)) == int(checksum([torch.empty_like(view).copy_(view)], CPU))
+        assert digest_of({"view": view}) == digest_of({"view": torch.empty_like(view).copy_(view)})
+    assert int(checksum([values.conj()], CPU)) != int(checksum([values], CPU))
+
+
+def test_every_dtype_has_bits() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dtypes = {each for each in vars(torch).values() if isinstance(each, torch.dtype)}
+        for dtype in {each for each in dtypes if not str(each).startswith("torch.q")}:
+            tensor = torch.empty(8, dtype=dtype)
+            assert len(as_bytes(comparable({"held": tensor})["held"])) == tensor.nbytes, dtype
+            checksum([tensor], CPU)

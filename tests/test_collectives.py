@@ -181,6 +181,15 @@ def move_views(rank: int, world_size: int) -> None:
     comm.all_to_all(out, every[rank].T)
     assert np.array_equal(out, torch.stack([matrix[:, rank] for matrix in every]).numpy())
 
+    values = [torch.complex(whole(peer, (4,)), whole(peer, (4,)) + 1) for peer in range(world_size)]
+    conjugate = values[rank].clone().conj()
+    comm.broadcast(conjugate, src=1)
+    assert torch.equal(conjugate, values[1].conj())
+    negative = values[rank].clone().conj().imag
+    gathered = torch.empty(world_size, 4)
+    comm.all_gather(gathered, negative)
+    assert torch.equal(gathered, torch.stack([-each.imag for each in values]))
+
 
 @pytest.mark.parametrize("layout", ["3", "2x2", "2x2 interleaved"])
 def test_views_move(layout: str) -> None:

@@ -280,6 +280,55 @@ def test_buffers_that_ddp_broadcasts_or_is_told_to_ignore_are_left_alone() -> No
     assert run(buffers, 3, "statistics", False, True) == [[], [], []]
 
 
+def odd_buffers(generator: torch.Generator) -> dict[str, Tensor]:
+    """Buffers that no bytes can be read of, or not as they lie in memory."""
+    rotations = torch.polar(torch.ones(4, 4), torch.randn(4, 4, generator=generator))
+    return {
+        "inverse": rotations.conj(),
+        "sines": rotations.conj().imag,
+        "wide": torch.randn(1, 4, generator=generator).expand(3, 4),
+        "meta": torch.empty(3, device="meta"),
+        "quantized": torch.quantize_per_tensor(torch.randn(4, generator=generator), 0.1, 0, torch.qint8),
+        "sparse": torch.eye(3).to_sparse(),
+        "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    }
+
+
+def with_odd_buffers(rank: int, world_size: int, action: str, sharded: bool) -> tuple[list[str], Any, list[int]]:
+    torch.manual_seed(3)
+    module: Any = Made()() if sharded else nn.Linear(WIDTH, WIDTH)
+    own = torch.Generator().manual_seed(rank if action == "resync" else 0)
+    for name, value in odd_buffers(own).items():
+        module.register_buffer(name, value)
+    model = module if sharded else TorchDDP(module, broadcast_buffers=False, init_sync=False)
+    state = commopt.attach(model, "hierarchical", check_every=1, on_divergence=action)
+    with warned() as messages:
+        for step in range(4):
+            if action == "resync" and step == 1 and rank == 1:
+                module.weight.data += 1.0
+            values = batch(step) if sharded else torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(step))
+            model(values).square().mean().backward()
+    compared = [module.inverse.resolve_conj(), module.sines.resolve_neg(), module.wide]
+    return messages, state.stats()["replicas_equal_after"], bits(compared)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("sharded", [False, True], ids=["DDP", "FSDP2"])
+def test_buffers_without_plain_bytes_end_no_training(sharded: bool) -> None:
+    for messages, equal_after, _ in run(with_odd_buffers, 4, "warn", sharded, nodes=(2, 2), fresh=True):
+        assert not [each for each in messages if "differ" in each]
+        assert equal_after == 2
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_resync_writes_to_views_what_they_are_to_be_read_as() -> None:
+    (_, _, first), (messages, _, second) = run(with_odd_buffers, 2, "resync", False, fresh=True)
+    assert first == second
+    said = "".join(each for each in messages if "buffers differ" in each)
+    assert all(repr(name) in said for name in ("inverse", "sines", "wide"))
+    assert "(of 3)" in said
+
+
 # ------------------------------------------------------------------------------------- no false alarm
 
 

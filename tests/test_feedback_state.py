@@ -360,6 +360,50 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return folder_of
 
 
+def freeze_late(rank: int, world_size: int, aggregator: str, named: bool) -> list[str]:
+    """DDP shows a layer that was frozen after it was made; states from before the first bucket, and after it."""
+
+    def made() -> tuple[TorchDDP, commopt.HookState]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
+        ddp = TorchDDP(net, find_unused_parameters=True)
+        net[0].requires_grad_(False)
+        if named:
+            return ddp, commopt.attach(ddp, aggregator)
+        state = commopt.HookState(commopt.build_preset(aggregator))
+        ddp.register_comm_hook(state, commopt.hook)
+        return ddp, state
+
+    def steps(ddp: TorchDDP) -> None:
+        for step in range(2):
+            ddp.zero_grad()
+            ddp(torch.randn(8, 16, generator=torch.Generator().manual_seed(10 * step + rank))).sum().backward()
+
+    said, (ddp, state) = list[str](), made()
+    early = state.state_dict()
+    steps(ddp)
+    late, parameters = state.state_dict(), len(state.state_dict()["parameters"])
+    assert parameters == 4
+    state.load_state_dict(early)
+    steps(ddp)
+    for saved in (late, early):
+        ddp, state = made()
+        state.load_state_dict(saved)
+        state.load_state_dict(state.state_dict())  # as a run does that ends before its first step
+        assert len(state.state_dict()["parameters"]) == len(saved["parameters"])
+        steps(ddp)
+        assert len(state.state_dict()["parameters"]) == parameters
+        said += sorted(state.state_dict()["parameters"])
+    return said
+
+
+@pytest.mark.parametrize("aggregator", ["quantized", "hierarchical"])
+@pytest.mark.parametrize("named", [True, False])
+def test_what_ddp_has_shown_yet_does_not_count(aggregator: str, named: bool) -> None:
+    names = ["0.bias", "0.weight", "1.bias", "1.weight"] if named else [f"parameter {number}" for number in range(4)]
+    assert run(freeze_late, 2, aggregator, named) == [names * 2] * 2
+
+
 @pytest.mark.parametrize(("make", "name", "gathered"), [(Wider, "third.weight", True), (Shorter, "third.bias", False)])
 def test_a_changed_model_is_refused(saved: Saved, make: type[Controlled], name: str, gathered: bool) -> None:
     folder = saved("8 bits", "2", 4, gathered)

@@ -132,6 +132,30 @@ def test_whoever_waits_for_a_rank_hears_what_it_reported_anywhere() -> None:
             assert "disk on fire" in message
 
 
+def close_alone(rank: int, world_size: int) -> list[str]:
+    state = commopt.attach(TorchDDP(nn.Linear(4, 4)), "flat")
+    if rank == 0:
+        state.close()
+    messages = [message_of(lambda: commopt.attach(TorchDDP(nn.Linear(4, 4)), "flat"))]
+    state.close()
+    state, other = commopt.attach(TorchDDP(nn.Linear(4, 4)), "flat"), commopt.Communicator(timeout=50)
+    if rank == 2:  # which keeps the other groups
+        state.close()
+    messages.append(message_of(commopt.Communicator))
+    state.close()
+    assert commopt.Communicator().all_reduce(torch.ones(1), op="sum").item() == world_size
+    other.close()
+    return messages
+
+
+def test_groups_that_one_rank_alone_has_closed_are_every_ranks_error() -> None:
+    for first, second in run(close_alone, 3, timeout_s=60):
+        assert first.startswith("MismatchError: rank 1, 2 has process groups of commopt from before, and rank 0 has no")
+        assert second.startswith("MismatchError: rank 0, 1 has process groups of commopt with these settings from bef")
+        assert "now on rank 1, 2 too" in first
+        assert "rank 2 has none" in second
+
+
 # ------------------------------------------------------------------------------ how a meeting ends
 
 

@@ -597,6 +597,32 @@ def test_moments_that_nobody_has_begin_anew_and_take_no_leap(tmp_path: Path) -> 
     assert "begin anew" in said
 
 
+def go_on_frozen(rank: int, world_size: int, folder: str, choice: str) -> dict[str, Any]:
+    """A layer is frozen behind DDP, which shows it all the same; the next DDP does not."""
+    module = seeded(Tower)
+    ddp = TorchDDP(module, find_unused_parameters=True, **SMALL_BUCKET)
+    module.get_submodule("layers.0").requires_grad_(False)
+    state = commopt.attach(ddp, choice)
+    optimizer = torch.optim.SGD([each for each in module.parameters() if each.requires_grad], 0.5)
+    train(ddp, optimizer, rank, 0, 4)
+    before = set(state.state_dict()["parameters"])
+    init_anew(folder, rank, range(world_size))
+    ddp = TorchDDP(module, find_unused_parameters=True, **SMALL_BUCKET)
+    state = commopt.rebuild(state, ddp)
+    train(ddp, optimizer, rank, 4, 6)
+    state.load_state_dict(state.state_dict())
+    dist.barrier()
+    return {"shown": "layers.0.weight" in before, "steps": state.stats()["steps"], "digest": digest_of(module)}
+
+
+@pytest.mark.parametrize("choice", ["powersgd:start_step=1", "quantized"])
+def test_layers_that_were_frozen_behind_ddp_need_not_be_shown_again(choice: str, tmp_path: Path) -> None:
+    found = run(go_on_frozen, 2, str(tmp_path), choice, fresh=True)
+    assert found[0] == found[1]
+    assert found[0]["shown"]
+    assert found[0]["steps"] == 6
+
+
 def refused(rank: int, world_size: int, folder: str) -> list[str]:
     module = seeded(Tower)
     ddp = TorchDDP(module, **SMALL_BUCKET)

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commopt.attached.layouts import require_same_parameters
 from commopt.attached.registration import Registration
 from commopt.attached.snapshot import Copy, Snapshot
 from commopt.errors import ConfigurationError
@@ -218,7 +217,7 @@ def _fill(store: ResidualStore, saved: object, registration: Registration) -> tu
     parts = _parts_of(saved)
     first, team = parts[0], registration.everyone.team
     nodes, place, numels = list(team.wire.nodes), team.rank, first["parameters"]
-    require_same_parameters(numels, registration.numels)
+    registration.require_same_parameters(numels)
     _require_same_levels(parts, registration)
     largest = partial(_largest, registration)
     whole_world = len(parts) == len(first["nodes"])

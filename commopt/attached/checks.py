@@ -29,7 +29,7 @@ _log = logging.getLogger("commopt")
 def require_supported_parameters(module: nn.Module) -> None:
     """Raise UnsupportedTensorError when a parameter of `module` will have a complex or a sparse gradient."""
     for name, child in module.named_modules():
-        if getattr(child, "sparse", False) and isinstance(child, (nn.Embedding, nn.EmbeddingBag)):
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
             raise _sparse(f"parameter '{name}.weight'" if name else "parameter 'weight'")
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:

@@ -8,10 +8,11 @@ count. Products of a chunk stay in a cache of the device, so memory is read once
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 WORD_NBYTES = 4
 _CHUNKS = {"cpu": 2**19, "cuda": 2**21}  # words whose products a cache holds
@@ -75,8 +76,29 @@ def _words(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Return the bits of a tensor as uint8 [n]: where they are if they are dense there, else of a copy."""
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+    """Return the bits of a tensor as uint8 [n]: where they are if they are dense there, else of a copy.
+
+    It is to be `comparable`: what a quantized tensor returns for its bits ends the process.
+    """
+    # A view that conjugates or negates as it is read has the same bits as what it is a view of.
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+
+def comparable(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors whose values are what lies in their memory: of others there are no bits to compare, or copy.
+
+    Those are sparse, nested, MKL-DNN and quantized ones, those of subclasses that hold other tensors or none (fake
+    ones), those on other devices than CPUs and CUDA's (meta), and those without memory, not yet or no more.
+    """
+    return {name: tensor for name, tensor in named.items() if not is_lazy(tensor) and _is_plain(local(tensor))}
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized or tensor.device.type not in _CHUNKS:
+        return False
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return False
+    return tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -361,7 +361,11 @@ def copy_from(tensors: Sequence[Tensor], team: Team, source: int, *, deviates: b
             continue
         team.broadcast(values, source)
         if deviates:  # by way of .data: what a forward has saved for its backward is not used any more
-            tensor.data.copy_(values.view(tensor.dtype).view(tensor.shape))
+            target, held = tensor.data, values.view(tensor.dtype).view(tensor.shape)
+            for dim, stride in enumerate(target.stride()):
+                if stride == 0:  # expanded: its elements are one, which is written once
+                    target, held = target.narrow(dim, 0, 1), held.narrow(dim, 0, 1)
+            target.copy_(held)
 
 
 def _gather_checksums(parts: list[bytes], team: Team, tensors: Named) -> None:

@@ -31,15 +31,18 @@ class Layouts:
     Parameters have their names in `module`, or "parameter N" in the order in which DDP shows them. A parameter of a
     compiled module has its name in the plain one, a shared parameter the first of its names.
 
-    numels: elements of each parameter, by name.
+    numels: elements of each parameter, by name; with those of a checkpoint that DDP is yet to show.
     parameters: by name.
+    frozen: elements of those that trained nowhere when this was made. DDP shows them all the same if it was made
+        before, so a checkpoint may have them or not.
     """
 
     def __init__(self, module: nn.Module | None) -> None:
         self.numels: dict[str, int] = {}
         self.parameters: dict[str, Tensor] = {}
+        self.frozen: dict[str, int] = {}
         self._names: dict[int, str] = {}
-        self._frozen: dict[int, str] = {}  # names; DDP shows them all the same, if they were frozen after it was made
+        self._names_of_frozen: dict[int, str] = {}
         self._called: dict[str, str | None] = {}  # by any name in the module; None where DDP averages nothing
         self._numbers = count()
         self._known: dict[tuple[int, ...], Layout] = {}
@@ -50,8 +53,9 @@ class Layouts:
                 name = ".".join(part for part in full_name.split(".") if part != _COMPILED)
                 if parameter.requires_grad and parameter not in ignored and id(parameter) not in self._names:
                     self._name(parameter, name)
-                elif not parameter.requires_grad:
-                    self._frozen.setdefault(id(parameter), name)
+                elif not parameter.requires_grad and id(parameter) not in self._names_of_frozen:
+                    self._names_of_frozen[id(parameter)] = name
+                    self.frozen[name] = parameter.numel()
                 self._called[name] = self._called[full_name] = self._names.get(id(parameter))
 
     def of(self, bucket: dist.GradBucket) -> Layout:
@@ -107,20 +111,39 @@ class Layouts:
             if name is not None:
                 del self.parameters[name], self.numels[name]
 
-    def expect(self, numels: Mapping[str, int]) -> None:
-        """Note the parameters of a checkpoint, for when the model shows its own."""
-        self._expected = numels
+    def require_same(self, saved: Mapping[str, int]) -> None:
+        """Raise ConfigurationError if a checkpoint is of other parameters than those seen so far, frozen ones apart."""
+        own = {name: each.numel() for name, each in self.parameters.items()}
+        if saved and own:
+            require_same_parameters({**self.frozen, **saved}, {**self.frozen, **own})
 
-    def require_expected(self) -> None:
-        """Raise ConfigurationError if a checkpoint was of other parameters; call it when all have been seen."""
+    def expect(self, saved: Mapping[str, int]) -> None:
+        """Note the parameters of a checkpoint, for when the model shows its own."""
+        self._expected = dict(saved)
+        self._count(self._expected)
+
+    def require_expected(self, *, residuals: bool) -> None:
+        """Forget a checkpoint's parameters; call it when all have been seen. residuals: whether any are kept of them.
+
+        Raises ConfigurationError if they are and these are others.
+        """
         if self._expected is not None:
             expected, self._expected = self._expected, None
-            require_same_parameters(expected, self.numels)
+            if residuals:
+                self.require_same(expected)
+            else:
+                self._count({})
+
+    def _count(self, saved: Mapping[str, int]) -> None:
+        """Set `numels` to those seen so far and to those of a checkpoint."""
+        own = {name: each.numel() for name, each in self.parameters.items()}
+        self.numels.clear()
+        self.numels.update({**own, **saved})
 
     def _describe(self, bucket: dist.GradBucket, parameters: Sequence[Tensor]) -> Layout:
         for parameter in parameters:
             if id(parameter) not in self._names:
-                self._name(parameter, self._frozen.get(id(parameter)) or f"parameter {next(self._numbers)}")
+                self._name(parameter, self._names_of_frozen.get(id(parameter)) or f"parameter {next(self._numbers)}")
         layout = Layout.of_gradients({self._names[id(parameter)]: parameter for parameter in parameters})
         if layout.numel != bucket.buffer().numel():
             raise CommoptError(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from commopt.aggregate import Aggregator, LocalSGD
+from commopt.attached.checksum import comparable
 from commopt.attached.optimizer_steps import OptimizerSteps
 from commopt.attached.reduction import Reduction, SentBytes, Step
 from commopt.attached.rounds import Flight, Rounds, Underway, digest_of, factor_of_node, part_from, weights_from
@@ -363,7 +364,8 @@ class ParameterAverages:
             return {}
         # By the names that DDP goes by for buffers. Asked each time: a module may put other tensors in their place.
         ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-        return {name: b for name, b in module.named_buffers() if b.is_floating_point() and name not in ignored}
+        floating = {name: b for name, b in module.named_buffers() if b.is_floating_point() and name not in ignored}
+        return comparable(floating)
 
     # ------------------------------------------------------------------------------------- checkpoints
 

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commopt.attached.checkpoint import digest, tell_of_learning_rate
-from commopt.attached.layouts import require_same_parameters
 from commopt.attached.registration import Registration
 from commopt.errors import ConfigurationError
 from commopt.feedback import EXP_AVG, EXP_AVG_SQ, Layout, Piece, ResidualStore, is_average, restore_shared, save_shared
@@ -116,7 +115,7 @@ def _require_fit(before: Registration, now: Registration) -> None:
             f"the model is in the process group of before, of ranks {before.everyone.ranks}; make one of the "
             f"survivors, wrap or shard the model in it, and pass that"
         )
-    require_same_parameters(before.numels, now.numels)
+    now.require_same_parameters(before.numels)
     owned = [[layout for _, layout in each.shares()] for each in (before, now)]
     if before.sharding != now.sharding or owned[0] != owned[1]:
         raise ConfigurationError(
@@ -133,13 +132,14 @@ def take_over(before: Registration, now: Registration, survivors: Survivors) -> 
         for residual in old.residuals():
             if not is_average(residual.path):
                 store.add(residual.path, residual.layout, residual.values.float())
+    numels = {**now.numels, **before.numels}  # a new DDP model may show fewer parameters, where some are frozen
     names, lost = set[str](), list[str]()
     for client, owned in now.shares():
-        exchange = _SurvivorExchange(client.team, owned, now.numels, old, store)
+        exchange = _SurvivorExchange(client.team, owned, numels, old, store)
         client.run(exchange, "averages and factors of the survivors").wait()
         names |= exchange.names
         lost += exchange.lost
-    now.resume(store, survivors.step, (), now.numels, before.planned()[0] if survivors.plans_alike else None)
+    now.resume(store, survivors.step, (), numels, before.planned()[0] if survivors.plans_alike else None)
     if now.averages is not None:
         now.averages.optimizer_steps.resume(survivors.optimizer_steps)
     if now.everyone.team.rank == survivors.first:

@@ -15,6 +15,7 @@ from commopt.aggregate import Aggregator, LocalSGD
 from commopt.attached.averages_used import Directions, StepsBetweenAverages
 from commopt.attached.checks import warn_of_untested_torch
 from commopt.attached.divergence import DivergenceCheck
+from commopt.attached.layouts import require_same_parameters
 from commopt.attached.local_sgd import ParameterAverages
 from commopt.attached.options import AttachOptions
 from commopt.attached.reduction import Reduction, SentBytes, Step
@@ -284,6 +285,10 @@ class Registration:
     def arrived_steps(self) -> int:
         """The complete steps whose averages have all arrived: one fewer than `steps` where a failure has ended one."""
         return self.steps
+
+    def require_same_parameters(self, saved: Mapping[str, int]) -> None:
+        """Raise ConfigurationError unless what was `saved`, elements by name, is of the parameters here."""
+        require_same_parameters(saved, self.numels)
 
     def shares(self) -> list[tuple[LaneClient, Layout]]:
         """Return the ranks that average the same elements with this one, and these elements; DDP's are all."""

@@ -11,6 +11,7 @@ from math import isfinite
 import torch
 from torch import Tensor
 
+from commopt.attached.checksum import as_bytes
 from commopt.attached.step_weights import factor_of
 from commopt.errors import ConfigurationError
 from commopt.feedback.checkpoint import refuse, required
@@ -76,8 +77,8 @@ def digest_of(tensors: Named) -> str:
     """Return a digest of what tensors hold: of the sums of their bits, which any device adds up in no time."""
     sums = []
     for name, tensor in tensors.items():
-        flat = tensor.detach().contiguous().view(-1)
-        bits = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32}.get(flat.element_size(), torch.int64))
+        integers = {1: torch.int8, 2: torch.int16, 4: torch.int32}.get(tensor.element_size(), torch.int64)
+        bits = as_bytes(tensor).view(integers)
         total = sum(int(part.sum(dtype=torch.int64)) for part in bits.split(_DIGESTED_AT_ONCE))
         sums.append((name, tuple(tensor.shape), total))
     return sha256(repr(sums).encode()).hexdigest()

@@ -29,7 +29,7 @@ class Operand:
 
     def flat(self) -> Tensor:
         """Return the elements in logical order as a contiguous 1-D tensor: a view where possible, else a copy."""
-        return self.tensor.contiguous().view(-1)
+        return self.tensor.resolve_conj().resolve_neg().contiguous().view(-1)
 
     def store(self, flat: Tensor) -> None:
         """Make `flat` the array's elements; free when it already is."""
@@ -105,6 +105,9 @@ def _require_dense(tensor: Tensor, name: str = "the array") -> None:
         raise UnsupportedTensorError(
             f"{name} is sparse ({tensor.layout}); pass x.to_dense(), or for gradients use nn.Embedding(sparse=False)"
         )
+    if tensor.is_quantized or tensor.is_nested:
+        kind, plain = ("quantized", "x.int_repr()") if tensor.is_quantized else ("nested", "each of x.unbind()")
+        raise UnsupportedTensorError(f"{name} is {kind}, which cannot be sent as it lies in memory; pass {plain}")
     if tensor.device.type not in ("cpu", "cuda"):
         raise UnsupportedTensorError(f"{name} is on {tensor.device}; move it to a cpu or cuda device")
 

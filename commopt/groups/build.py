@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from commopt.errors import ConfigurationError
+from commopt.errors import ConfigurationError, MismatchError
 from commopt.groups.agreement import Facts, exchange_facts, require_equal
 from commopt.groups.connections import CONNECTIONS_VARIABLE, asked_for, listed_interfaces
 from commopt.groups.levels import LevelGroups, world_group
@@ -38,6 +38,10 @@ from topology import Cluster, HostIdentity, read_host_identity
 ENVIRONMENT_VARIABLE = "COMMOPT_RANKS_PER_NODE"
 DEFAULT_TIMEOUT_S = 600.0  # if the process group does not tell its own
 _LONGEST_TIMEOUT_S = 365 * 24 * 3600.0
+# To this come ranks that make groups and, so that they meet, those that have some and compare what they ask for.
+_SETUP = "commopt group setup"
+_ANY = "process groups of commopt"
+_THESE = "process groups of commopt with these settings"
 
 _log = logging.getLogger("commopt")
 
@@ -103,9 +107,9 @@ def join(
     known = _memberships.setdefault(parent, {})
     key = (ranks_per_node, timeout_s, site)
     built = key in known and known[key].alive
-    if meets and any(each.alive for each in known.values()):
-        before = known[key].name if built else ""
-        _require_same_groups(parent, ranks_per_node, timeout_s, problem, before)
+    alive = {asked: each.name for asked, each in known.items() if each.alive}
+    if meets and alive:
+        _require_same_groups(parent, key, problem, alive)
     if not built:
         known[key] = _build(parent, ranks_per_node, timeout_s, problem, site)
     return known[key]
@@ -144,27 +148,42 @@ def _timeout_of(parent: dist.ProcessGroup) -> float:
 
 
 def _require_same_groups(
-    parent: dist.ProcessGroup,
-    ranks_per_node: int | None,
-    timeout_s: float | None,
-    problem: Exception | None,
-    before: str,
+    parent: dist.ProcessGroup, key: _Arguments, problem: Exception | None, alive: Mapping[_Arguments, str]
 ) -> None:
     """Raise MismatchError, or `problem`, unless all ranks ask for the same groups; collective.
 
-    before: the name of those that this rank has, "" where they are yet to be made.
+    alive: the names of those that this rank has, by what was asked for; there are some.
     """
+    ranks_per_node, timeout_s, _ = key
     asked = {
         "ranks_per_node": ranks_per_node,
         "timeout in seconds": "nan" if timeout_s != timeout_s else timeout_s,  # NaN, refused later, equals nothing
-        "site": f"that of {before}" if before else "another than before",
     }
+    at_another_site = key not in alive and any(other[:2] == key[:2] for other in alive)
+    site = {"site": f"that of {alive[key]}" if key in alive else "another than before"}
+    before = {_ANY: True, _THESE: None if at_another_site else key in alive}
     limit_s = _own_timeout_s(parent)
     if timeout_s is not None and 0 < timeout_s <= _LONGEST_TIMEOUT_S:
         limit_s = timeout_s
     ranks, store = dist.get_process_group_ranks(parent), limited_store(f"commopt/{parent.group_name}", limit_s)
-    meet = partial(exchange_facts, store, ranks, parent.rank(), "commopt group setup", asked, limit_s)
-    require_equal(ranks, meet(failures_among(ranks), problem), asked)
+    meet = partial(exchange_facts, store, ranks, parent.rank(), _SETUP, asked | site | before, limit_s)
+    answers = meet(failures_among(ranks), problem)
+    _require_on_all_or_none(ranks, answers, _ANY)
+    require_equal(ranks, answers, asked)
+    _require_on_all_or_none(ranks, answers, _THESE)
+    require_equal(ranks, answers, site)
+
+
+def _require_on_all_or_none(ranks: Sequence[int], answers: Sequence[Facts], groups: str) -> None:
+    """Raise MismatchError, alike on every rank, where some have closed the `groups` that others have."""
+    having = [str(rank) for rank, answer in zip(ranks, answers, strict=True) if answer.get(groups) is True]
+    lacking = [str(rank) for rank, answer in zip(ranks, answers, strict=True) if answer.get(groups, False) is False]
+    if having and lacking:
+        raise MismatchError(
+            f"rank {', '.join(having)} has {groups} from before, and rank {', '.join(lacking)} has none, as after a "
+            f"close() there alone; call close() of a HookState or Communicator on every rank or on none: now on rank "
+            f"{', '.join(having)} too, and then make the same call again"
+        )
 
 
 def _own_timeout_s(parent: dist.ProcessGroup) -> float:
@@ -212,7 +231,8 @@ def _build(
     own["token"] = secrets.token_hex(4) if me == 0 else None  # all ranks would read that of all
     store = limited_store(f"commopt/{parent.group_name}", timeout_s)
     raise_failures = failures_among(ranks)
-    answers = exchange_facts(store, ranks, me, "commopt group setup", facts | own, timeout_s, raise_failures, problem)
+    answers = exchange_facts(store, ranks, me, _SETUP, facts | own, timeout_s, raise_failures, problem)
+    _require_on_all_or_none(ranks, answers, _ANY)
     require_equal(ranks, answers, facts)
     timeout_s = max(answer["timeout of the process group"] for answer in answers)
     cluster = _cluster(answers, ranks_per_node, emulated=emulated is not None)

@@ -26,6 +26,7 @@ from commopt.attached.checks import (
     warn_of_unknown_scaler,
     when_first_stepped,
 )
+from commopt.attached.checksum import comparable
 from commopt.attached.divergence import DivergenceCheck, Named, Replicas, alike_in
 from commopt.attached.layouts import Layouts
 from commopt.attached.local_sgd import ParameterAverages
@@ -53,7 +54,7 @@ class DDPRegistration(Registration):
     def __init__(self, options: AttachOptions, aggregator: Aggregator | None, module: nn.Module | None) -> None:
         self.layouts = Layouts(module)
         super().__init__(options, aggregator, self.layouts.parameters, self.layouts.numels)
-        self.controller = Controller(self.recorder, self.layouts.parameters)
+        self.controller = Controller(self.recorder, self.layouts.parameters, self.layouts.frozen)
         self.decided_by: str | None = None
         self.exact_sample: ExactSample | None = None
         parameters = self._averaged = dict(self.parameters)  # by a LocalSGD
@@ -301,13 +302,13 @@ class DDPRegistration(Registration):
         """Check, at the last bucket of a step, what residuals depend on."""
         if self.recorder.enabled:
             self.recorder.compute_ends()
+        self.layouts.require_expected(residuals=self.keeps_residuals)
         if not self.keeps_residuals:
             return
         if self.reduced_steps == 0 and self.scaler is None:
             warn_of_unknown_scaler()
         if self.steps_between is not None and torch._C._current_graph_task_id() != -1:
             self.steps_between.averaged(self.scaler)
-        self.layouts.require_expected()
 
     def _send(self, layout: Layout, buffer: Tensor, index: int, *, last: bool) -> lanes.Pending:
         """Queue the average of bucket `index`, `last` of its step."""
@@ -350,6 +351,14 @@ class DDPRegistration(Registration):
     def arrived_steps(self) -> int:
         """As Registration.arrived_steps: known once a backward has ended without an error."""
         return self._arrived_steps
+
+    def require_same_parameters(self, saved: Mapping[str, int]) -> None:
+        """Raise ConfigurationError unless it is of the parameters seen so far, as Registration's does."""
+        self.layouts.require_same(saved)
+
+    def shares(self) -> list[tuple[lanes.LaneClient, Layout]]:
+        """Return all ranks, which average all parameters: as Registration, whether or not DDP shows the frozen ones."""
+        return [(self.client, Layout.of_parameters(sorted({**self.layouts.frozen, **self.numels}.items())))]
 
     def planned(self) -> tuple[Any, object]:
         """Return the plan that is followed and what tuning came to, as Registration.planned."""
@@ -418,13 +427,11 @@ def buffers_of(registration: DDPRegistration | None) -> Named:
 
 
 def _not_ignored(module: nn.Module, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Return dense tensors, but for those that DDP is told to ignore, by its names (".weight" of the root)."""
+    """Return what can be compared, but for what DDP is told to ignore, by its names (".weight" of the root)."""
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-    return {
-        name: each
-        for name, each in named
-        if each.layout == torch.strided and ignored.isdisjoint((name, name if "." in name else f".{name}"))
-    }
+    return comparable(
+        {name: each for name, each in named if ignored.isdisjoint((name, name if "." in name else f".{name}"))}
+    )
 
 
 def _note_optimizer(registration: DDPRegistration, optimizer: torch.optim.Optimizer) -> None:

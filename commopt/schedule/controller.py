@@ -8,7 +8,7 @@ all ranks follow its decision from the next step on. So ranks may differ in what
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from enum import Enum, auto
 from functools import partial
 from typing import TYPE_CHECKING
@@ -74,6 +74,7 @@ class Controller:
     """Which buckets travel together in one registration, and by which strategy.
 
     parameters: the averaged ones by name; of an unknown model they become known with its buckets.
+    frozen: names of others that may be averaged too: DDP shows them if it was made before they were frozen.
     phase: see Phase.
     aggregator: averages every message of the step under way.
     plan: is followed; None while DDP's own buckets are.
@@ -83,7 +84,7 @@ class Controller:
     optimizer: as Tuned has it.
     """
 
-    def __init__(self, recorder: Recorder, parameters: Mapping[str, Tensor]) -> None:
+    def __init__(self, recorder: Recorder, parameters: Mapping[str, Tensor], frozen: Collection[str] = ()) -> None:
         self.phase = Phase.IDLE
         self.aggregator: Aggregator = Flat()
         self.plan: Plan | None = None
@@ -92,6 +93,7 @@ class Controller:
         self.tuned: Tuned | None = None
         self.optimizer = ""
         self._parameters = parameters
+        self._frozen = frozen
         self._team: Team | None = None
         self._choice: Plan | str | None = None  # see config.read_plan
         self._requested: Aggregator = Flat()  # which may be `auto`
@@ -161,7 +163,7 @@ class Controller:
         Raises ConfigurationError when it is for other parameters, or for an aggregator that is not available.
         """
         if self._parameters:
-            plan.require_names(self._parameters)
+            plan.require_names(self._parameters, self._frozen)
         require_strategy(plan, self._strategies)
         self._follow(plan)
 

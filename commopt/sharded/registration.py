@@ -17,6 +17,7 @@ from torch import Tensor
 
 from commopt.aggregate import LocalSGD
 from commopt.attached.checks import warn_of_untested_torch
+from commopt.attached.checksum import comparable
 from commopt.attached.divergence import DivergenceCheck, Replicas, alike_in
 from commopt.attached.local_sgd import ParameterAverages
 from commopt.attached.reduction import Reduction, Step
@@ -369,12 +370,12 @@ def _shards_of(found: ref[ShardedRegistration], replicas: dist.ProcessGroup | No
     alive = found()
     groups = () if alive is None else alive.groups
     held = (each for group in groups if group.replicas is replicas for each in group.shards_by_part)
-    return {part.name: values for part, values in held}
+    return comparable({part.name: values for part, values in held})
 
 
 def _buffers_of(found: ref[ShardedRegistration]) -> dict[str, Tensor]:
     alive = found()
-    return {} if alive is None else {name: each for name, each in alive._model.named_buffers()}
+    return {} if alive is None else comparable(dict(alive._model.named_buffers()))
 
 
 def _all_ranks(groups: Sequence[ParameterGroup]) -> dist.ProcessGroup | None:
