@@ -468,8 +468,16 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a patch is applied to any weights of its number",
         "commopt/patches/reader.py",
-        "if current is None or version.previous != current.state:",
-        "if current is None:",
+        "return own is not None and version.previous == own.state",
+        "return own is not None",
+        FOLLOWED,
+        ("test_patches",),
+    ),
+    Fault(
+        "a reader takes the past of its training for a new one",
+        "commopt/patches/reader.py",
+        "self._reached.get(version.writer, -1 if own is None else own.first - 1)",
+        "self._reached.get(version.writer, -1)",
         FOLLOWED,
         ("test_patches",),
     ),
