@@ -661,6 +661,13 @@ def test_with_like_other_files_are_not_read(tmp_path: Path) -> None:
     assert same(reader.tensors, weights(0))
 
 
+def test_the_order_of_like_does_not_count(tmp_path: Path) -> None:
+    Writer(tmp_path).write(weights(0))
+    reader = Reader(tmp_path, like=dict(reversed(weights(0).items())))
+    assert reader.update()
+    assert same(reader.tensors, weights(0))
+
+
 # ------------------------------------------------------------------------------------------- bad input
 
 

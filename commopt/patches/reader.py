@@ -30,8 +30,8 @@ class Reader:
     """Follows weights from wherever it is: `update` brings `tensors` to the newest version that can be had.
 
     address: that of the writer.
-    like: tensors with the names, dtypes and shapes that are expected, such as model.state_dict(). Files of others, or
-        longer than these can need, are not read. Give it for an address that others can write to.
+    like: tensors with the names, dtypes and shapes that are expected, such as model.state_dict(), in any order. Files
+        of others, or longer than these can need, are not read. Give it for an address that others can write to.
 
     A file that is not whole, or was changed, is named in a warning and in `damaged`, and passed over: a reader that
     needs it stays at its version until the next anchor. Nothing of a file is run, no length in it is believed.
@@ -47,7 +47,7 @@ class Reader:
         self._storage = storage_at(address)
         if like is not None and not all(isinstance(each, Tensor) for each in like.values()):
             raise ConfigurationError("Reader(like=) wants tensors by name, for example model.state_dict()")
-        self._like = None if like is None else describe(like)
+        self._like = None if like is None else frozenset(describe(like))
         self._most_nbytes = None if like is None else longest_nbytes(like)
         self._current: tuple[VersionId | None, dict[str, Tensor]] = None, {}
         self._file: File | None = None  # the one that `_current` was read from; None once it is another or gone
@@ -188,7 +188,7 @@ class Reader:
             version, entries, body = decode(content)
             if version.number != file.number or bool(version.previous) != (file.kind == "patch"):
                 raise DamagedError("it has the name of another")
-            if self._like is not None and self._like != [(each.name, each.dtype, each.shape) for each in entries]:
+            if self._like is not None and self._like != {(each.name, each.dtype, each.shape) for each in entries}:
                 raise DamagedError("it has other tensors than those expected")
         except FileNotFoundError:  # deleted meanwhile
             return None
