@@ -468,8 +468,16 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a patch is applied to any weights of its number",
         "commopt/patches/reader.py",
+        "return own is not None and version.previous == own.state and self._is_intact()",
+        "return own is not None and self._is_intact()",
+        FOLLOWED,
+        ("test_patches",),
+    ),
+    Fault(
+        "a patch is applied to weights that were changed",
+        "commopt/patches/reader.py",
+        "return own is not None and version.previous == own.state and self._is_intact()",
         "return own is not None and version.previous == own.state",
-        "return own is not None",
         FOLLOWED,
         ("test_patches",),
     ),

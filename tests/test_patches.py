@@ -11,7 +11,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -527,6 +527,92 @@ def test_a_file_that_is_gone_is_forgotten(address: str) -> None:
         writer.write(weights(version))
         reader.update()
     assert set(reader._known) <= set(storage_at(address).files())
+
+
+# ------------------------------------------------------------------------------------------- what a user changes
+
+
+def in_place(now: Tensors, before: Tensors) -> None:
+    now["moved"].add_(1)
+
+
+def in_inference_mode(now: Tensors, before: Tensors) -> None:
+    with torch.inference_mode():
+        now["moved"].mul_(2)
+
+
+def through_numpy(now: Tensors, before: Tensors) -> None:
+    now["moved"].view(torch.int16).numpy()[0] += 1
+
+
+def by_a_fused_optimizer(now: Tensors, before: Tensors) -> None:
+    parameter = nn.Parameter(now["moved"])
+    parameter.grad = torch.ones_like(parameter)
+    torch.optim.AdamW([parameter], fused=True).step()
+
+
+def in_the_version_before(now: Tensors, before: Tensors) -> None:
+    before["same"].add_(1)  # shared by both
+
+
+@pytest.mark.parametrize(
+    "change", [in_place, in_inference_mode, through_numpy, by_a_fused_optimizer, in_the_version_before]
+)
+def test_no_patch_is_applied_to_weights_that_were_changed(
+    change: Callable[[Tensors, Tensors], None], address: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def tensors(version: int) -> Tensors:
+        return {"moved": weights(version)["layer.weight"], "same": torch.ones(5)}
+
+    writer, reader = Writer(address), Reader(address)
+    before: Tensors = {}
+    for version in range(5):
+        writer.write(tensors(version))
+        assert reader.update()
+        assert same(reader.tensors, tensors(version))
+        if version in (2, 3):
+            change(reader.tensors, before)
+        before = reader.tensors
+    assert caplog.text.count("were changed in place") == 1
+    assert reader.damaged == []
+
+
+def test_changed_weights_stay_where_no_other_can_be_had(tmp_path: Path) -> None:
+    """A reader does not go back for them, and follows again from the next anchor."""
+    writer, reader = Writer(tmp_path, anchor_every=5), Reader(tmp_path)
+    for version in range(4):
+        writer.write(weights(version))
+    reader.update()
+    (tmp_path / "000000000002.patch").unlink()
+    reader.tensors["bias"].zero_()
+    versions = []
+    for version in range(4, 8):
+        writer.write(weights(version))
+        reader.update()
+        versions.append(reader.version)
+    assert versions == [3, 5, 6, 7]
+    assert same(reader.tensors, weights(7))
+
+
+def test_the_dictionary_is_the_users(tmp_path: Path) -> None:
+    writer, reader = Writer(tmp_path), Reader(tmp_path)
+    for version in range(3):
+        writer.write(weights(version))
+        assert reader.update()
+        assert same(reader.tensors, weights(version))
+        reader.tensors.clear()
+        reader.tensors["layer.weight"].requires_grad_()
+        reader.tensors["half"].unsqueeze_(0)
+    assert reader.damaged == []
+
+
+def test_a_reader_updates_inside_of_inference_mode_and_outside(tmp_path: Path) -> None:
+    writer, reader = Writer(tmp_path), Reader(tmp_path)
+    for version in range(4):
+        writer.write(weights(version))
+        with torch.inference_mode(version % 2 == 0):
+            assert reader.update()
+        assert same(reader.tensors, weights(version))
 
 
 # ------------------------------------------------------------------------------------------- what is damaged

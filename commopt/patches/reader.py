@@ -8,8 +8,10 @@ import os
 from collections.abc import Mapping
 from copy import copy
 
+import torch
 from torch import Tensor
 
+from commopt.attached.checksum import checksum
 from commopt.errors import ConfigurationError
 from commopt.patches.encoding import (
     DamagedError,
@@ -51,8 +53,10 @@ class Reader:
         self._most_nbytes = None if like is None else longest_nbytes(like)
         self._current: tuple[VersionId | None, dict[str, Tensor]] = None, {}
         self._file: File | None = None  # the one that `_current` was read from; None once it is another or gone
+        self._checksum: int | None = None  # of the tensors; None while nobody can have changed them
         self._reached: dict[str, int] = {}  # by writer, the number of its last version that this reader has had
         self._known: dict[File, VersionId | None] = {}  # what files say that were read; None for those passed over
+        self._warned_of_changes = False
 
     @property
     def version(self) -> int | None:
@@ -62,8 +66,12 @@ class Reader:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The weights by name, on the CPU. They are replaced, never changed: those that you hold stay as they are."""
-        return self._current[1]
+        """The weights by name, on the CPU. They are replaced, never changed: those that you hold stay as they are.
+
+        They are the reader's own, for patches to be applied to: copy them before you change them in place, or train
+        them after load_state_dict(assign=True). Changed ones are noticed, and all weights are read again.
+        """
+        return {name: values.detach() for name, values in self._current[1].items()}
 
     def update(self) -> bool:
         """Go to the newest version that can be had; return whether `tensors` are others now.
@@ -76,9 +84,13 @@ class Reader:
         self._known = {file: self._known[file] for file in files if file.stamp and file in self._known}
         if self._file not in files:
             self._file = None
-        self._advance(files)
-        if self._is_passed(files):
-            self._join(files)
+        try:
+            self._advance(files)
+            if self._is_passed(files):
+                self._join(files)
+        finally:
+            if self._checksum is None:
+                self._checksum = self._sum()
         now = self._current[0]
         if before is not None and now is not None and now.writer != before.writer and now.first <= before.number:
             _log.warning(
@@ -118,14 +130,14 @@ class Reader:
     def _join(self, files: list[File]) -> None:
         """Go to the version that a reader without one goes to, if it is ahead."""
         other = copy(self)
-        other._current, other._file, other._reached = (None, {}), None, {}
+        other._current, other._file, other._checksum, other._reached = (None, {}), None, None, {}
         other._advance(files)
         version, tensors = other._current
         if version is not None and other._file is not None and self._is_ahead(version):
             self._go(other._file, version, tensors)
 
     def _go(self, file: File, version: VersionId, tensors: dict[str, Tensor]) -> None:
-        self._current, self._file = (version, tensors), file
+        self._current, self._file, self._checksum = (version, tensors), file, None
         self._reached[version.writer] = version.number
 
     def _anchor_is_shorter(self, files: list[File]) -> bool:
@@ -167,11 +179,27 @@ class Reader:
         return True
 
     def _is_wanted(self, version: VersionId | None) -> bool:
-        """Return whether a version can be gone to: an anchor that is ahead, or a patch of this version."""
+        """Return whether a version can be gone to: an anchor that is ahead, or a patch of these very weights."""
         if version is None or not version.previous:
             return version is not None and self._is_ahead(version)
         own = self._current[0]
-        return own is not None and version.previous == own.state
+        return own is not None and version.previous == own.state and self._is_intact()
+
+    def _is_intact(self) -> bool:
+        """Return whether nobody has changed the tensors. torch does not count all changes, so their bits tell."""
+        if self._checksum is None or self._checksum == self._sum():
+            return True
+        if not self._warned_of_changes:
+            self._warned_of_changes = True
+            _log.warning(
+                "the tensors of version %s of %s were changed in place, so no patch fits them and all weights are read "
+                "again; copy what is in Reader.tensors before you change it",
+                *(self.version, self._storage.address),
+            )
+        return False
+
+    def _sum(self) -> int:
+        return int(checksum(self._current[1].values(), torch.device("cpu")))
 
     def _look(self, file: File) -> VersionId | None:
         """Return what a file says that it is, None for one that is passed over or gone."""
