@@ -11,7 +11,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -347,6 +347,274 @@ def test_two_writers_at_one_address_mix_no_weights(tmp_path: Path) -> None:
                 assert any(same(each.tensors, values) for values in (weights(0), *written))
 
 
+# ------------------------------------------------------------------------------------------- what begins anew
+
+
+def emptied(address: str) -> None:
+    """Remove all files."""
+    place = storage_at(address)
+    for file in place.files():
+        place.delete(file)
+
+
+@pytest.mark.parametrize(("had", "has"), [(7, 0), (7, 3), (7, 7), (7, 9), (2, 9), (0, 0)])
+def test_a_reader_follows_into_a_folder_that_began_anew(
+    had: int, has: int, address: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whether it looks while the folder has fewer versions, as many or more; of anchors it may have a higher number."""
+    for keep, looks in ((None, True), (2, False)):
+        emptied(address)
+        writer, reader = Writer(address, anchor_every=4, keep_anchors=keep), Reader(address, like=weights(0))
+        for version in range(had + 1):
+            writer.write(weights(version))
+        reader.update()
+        assert reader.version == had
+        emptied(address)
+        assert not reader.update()
+        writer = Writer(address, anchor_every=100 if looks else 4, keep_anchors=keep)
+        caplog.clear()
+        for version in range(has + 1):
+            writer.write(weights(50 + version))
+            if looks or version == has:
+                assert reader.update()
+                assert reader.version == version
+                assert same(reader.tensors, weights(50 + version))
+        assert caplog.text.count("begins anew") == 1
+        assert not reader.update()
+        assert reader.damaged == []
+
+
+def test_a_patch_of_another_writer_tells_that_the_folder_began_anew(tmp_path: Path) -> None:
+    """Also where the place tells neither lengths nor times, and so not that the file of this version is another."""
+    writer, reader = Writer(tmp_path), Reader(tmp_path)
+    silent(reader)
+    for version in range(6):
+        writer.write(weights(version))
+    reader.update()
+    emptied(str(tmp_path))
+    writer = Writer(tmp_path)
+    for version in range(10):
+        writer.write(weights(50 + version))
+    assert reader.update()
+    assert reader.version == 9
+    assert same(reader.tensors, weights(59))
+
+
+def counted(reader: Reader) -> list[File]:
+    """Return the files that a reader reads from now on, as it does."""
+    read, files = reader._storage.read, []
+
+    def counts(file: File) -> bytes:
+        files.append(file)
+        return read(file)
+
+    reader._storage.read = counts  # type: ignore[method-assign]
+    return files
+
+
+def silent(reader: Reader) -> None:
+    """Show a reader files without lengths and stamps."""
+    files = reader._storage.files
+    reader._storage.files = lambda: [File(file.number, file.kind) for file in files()]  # type: ignore[method-assign]
+
+
+def test_a_writer_that_goes_on_further_back_is_followed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A user removes the last versions, and trains again from the one before."""
+    writer, reader = Writer(tmp_path, anchor_every=3), Reader(tmp_path)
+    for version in range(6):
+        writer.write(weights(version))
+    reader.update()
+    for version in (4, 5):
+        (tmp_path / f"{version:012d}.patch").unlink()
+    writer = Writer(tmp_path)
+    assert writer.write(weights(60)) == 4
+    assert reader.update()
+    assert reader.version == 4
+    assert same(reader.tensors, weights(60))
+    assert "from version 5 to version 4 of a writer that began with 4" in caplog.text
+
+
+@pytest.mark.parametrize("writers", [1, 2])
+def test_a_reader_never_goes_back_in_one_training(writers: int, address: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever a listing leaves out: the newest files, as one that lags, or any others. It costs one look at most."""
+    writer, number = Writer(address, anchor_every=2), -1
+    for each in range(writers):
+        writer = writer if each == 0 else Writer(address, anchor_every=2)
+        for _ in range(4):
+            number = writer.write(weights(number + 1))
+    reader = Reader(address)
+    reader.update()
+    reads, files = counted(reader), reader._storage.files()
+    for left in range(len(files)):
+        for shown in (files[:left], files[:left] + files[left + 1 :], files[left : left + 1], []):
+            reader._storage.files = lambda shown=shown: shown  # type: ignore[method-assign, misc]
+            before = len(reads)
+            assert [reader.update() for _ in range(5)] == [False] * 5
+            assert len(reads) <= before + 1
+    assert reader.version == number
+    assert same(reader.tensors, weights(number))
+    assert "anew" not in caplog.text
+    assert reader.damaged == []
+
+
+def test_a_listing_of_the_training_before_leads_nowhere(tmp_path: Path) -> None:
+    writer, reader = Writer(tmp_path / "old", anchor_every=2), Reader(tmp_path / "here")
+    for version in range(6):
+        writer.write(weights(version))
+    (tmp_path / "old").rename(tmp_path / "here")
+    reader.update()
+    (tmp_path / "here").rename(tmp_path / "old")
+    writer = Writer(tmp_path / "here", anchor_every=100)
+    for version in range(2):
+        writer.write(weights(50 + version))
+    assert reader.update()
+    (tmp_path / "here").rename(tmp_path / "new")
+    (tmp_path / "old").rename(tmp_path / "here")
+    assert not reader.update()
+    assert reader.version == 1
+    assert same(reader.tensors, weights(51))
+    (tmp_path / "here").rename(tmp_path / "old")
+    (tmp_path / "new").rename(tmp_path / "here")
+    writer.write(weights(52))
+    assert reader.update()
+    assert same(reader.tensors, weights(52))
+
+
+def test_files_that_name_no_writer_are_of_one(tmp_path: Path) -> None:
+    """As those that were written before files named it: a reader does not go back, but into a folder begun anew."""
+    writer, reader = Writer(tmp_path, anchor_every=2), Reader(tmp_path)
+    writer._name = ""
+    for version in range(6):
+        writer.write(weights(version))
+    reader.update()
+    (tmp_path / "000000000005.patch").unlink()
+    assert not reader.update()
+    assert reader.version == 5
+    emptied(str(tmp_path))
+    Writer(tmp_path).write(weights(50))
+    assert reader.update()
+    assert same(reader.tensors, weights(50))
+
+
+@pytest.mark.parametrize("place", ["folder", "fsspec", "a folder that tells no lengths and times"])
+def test_a_file_that_was_damaged_is_read_once_it_is_whole(place: str, tmp_path: Path) -> None:
+    """Also of the same length, as anchors have. Before that it is read once, unless nothing tells that it changed."""
+    address = f"memory://{tmp_path}/weights" if place == "fsspec" else str(tmp_path)
+    if place == "fsspec":
+        pytest.importorskip("fsspec")
+    Writer(address).write(weights(1))
+    storage, file = storage_at(address), File(0, "anchor")
+    whole = storage.read(file)
+    storage.write(file, whole[:-40] + bytes([whole[-40] ^ 1]) + whole[-39:])
+    reader = Reader(address)
+    if place.startswith("a folder"):
+        silent(reader)
+    reads = counted(reader)
+    for _ in range(3):
+        assert not reader.update()
+    assert len(reads) == (3 if place.startswith("a folder") else 1)
+    storage.write(file, whole)
+    if place == "folder":
+        os.utime(tmp_path / file.name, (1, 1))
+    assert reader.update()
+    assert same(reader.tensors, weights(1))
+    assert reader.damaged == ["000000000000.anchor"]
+
+
+def test_a_file_that_is_gone_is_forgotten(address: str) -> None:
+    writer, reader = Writer(address, anchor_every=2, keep_anchors=1), Reader(address)
+    for version in range(9):
+        writer.write(weights(version))
+        reader.update()
+    assert set(reader._known) <= set(storage_at(address).files())
+
+
+# ------------------------------------------------------------------------------------------- what a user changes
+
+
+def in_place(now: Tensors, before: Tensors) -> None:
+    now["moved"].add_(1)
+
+
+def in_inference_mode(now: Tensors, before: Tensors) -> None:
+    with torch.inference_mode():
+        now["moved"].mul_(2)
+
+
+def through_numpy(now: Tensors, before: Tensors) -> None:
+    now["moved"].view(torch.int16).numpy()[0] += 1
+
+
+def by_a_fused_optimizer(now: Tensors, before: Tensors) -> None:
+    parameter = nn.Parameter(now["moved"])
+    parameter.grad = torch.ones_like(parameter)
+    torch.optim.AdamW([parameter], fused=True).step()
+
+
+def in_the_version_before(now: Tensors, before: Tensors) -> None:
+    before["same"].add_(1)  # shared by both
+
+
+@pytest.mark.parametrize(
+    "change", [in_place, in_inference_mode, through_numpy, by_a_fused_optimizer, in_the_version_before]
+)
+def test_no_patch_is_applied_to_weights_that_were_changed(
+    change: Callable[[Tensors, Tensors], None], address: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def tensors(version: int) -> Tensors:
+        return {"moved": weights(version)["layer.weight"], "same": torch.ones(5)}
+
+    writer, reader = Writer(address), Reader(address)
+    before: Tensors = {}
+    for version in range(5):
+        writer.write(tensors(version))
+        assert reader.update()
+        assert same(reader.tensors, tensors(version))
+        if version in (2, 3):
+            change(reader.tensors, before)
+        before = reader.tensors
+    assert caplog.text.count("were changed in place") == 1
+    assert reader.damaged == []
+
+
+def test_changed_weights_stay_where_no_other_can_be_had(tmp_path: Path) -> None:
+    """A reader does not go back for them, and follows again from the next anchor."""
+    writer, reader = Writer(tmp_path, anchor_every=5), Reader(tmp_path)
+    for version in range(4):
+        writer.write(weights(version))
+    reader.update()
+    (tmp_path / "000000000002.patch").unlink()
+    reader.tensors["bias"].zero_()
+    versions = []
+    for version in range(4, 8):
+        writer.write(weights(version))
+        reader.update()
+        versions.append(reader.version)
+    assert versions == [3, 5, 6, 7]
+    assert same(reader.tensors, weights(7))
+
+
+def test_the_dictionary_is_the_users(tmp_path: Path) -> None:
+    writer, reader = Writer(tmp_path), Reader(tmp_path)
+    for version in range(3):
+        writer.write(weights(version))
+        assert reader.update()
+        assert same(reader.tensors, weights(version))
+        reader.tensors.clear()
+        reader.tensors["layer.weight"].requires_grad_()
+        reader.tensors["half"].unsqueeze_(0)
+    assert reader.damaged == []
+
+
+def test_a_reader_updates_inside_of_inference_mode_and_outside(tmp_path: Path) -> None:
+    writer, reader = Writer(tmp_path), Reader(tmp_path)
+    for version in range(4):
+        writer.write(weights(version))
+        with torch.inference_mode(version % 2 == 0):
+            assert reader.update()
+        assert same(reader.tensors, weights(version))
+
+
 # ------------------------------------------------------------------------------------------- what is damaged
 
 
@@ -476,6 +744,13 @@ def test_with_like_other_files_are_not_read(tmp_path: Path) -> None:
     reader = Reader(tmp_path, like=weights(0))
     assert reader.update()
     assert reader.damaged == ["000000000001.anchor"]
+    assert same(reader.tensors, weights(0))
+
+
+def test_the_order_of_like_does_not_count(tmp_path: Path) -> None:
+    Writer(tmp_path).write(weights(0))
+    reader = Reader(tmp_path, like=dict(reversed(weights(0).items())))
+    assert reader.update()
     assert same(reader.tensors, weights(0))
 
 

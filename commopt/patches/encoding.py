@@ -3,7 +3,8 @@
 
 A line that tells the format, the length of a header (8 bytes), the header in JSON, the tensors one after the other, and
 a SHA-256 of all this. A version has a random state; a patch names the one it was made of. So no patch is ever applied
-to other weights, whoever wrote them under the same number.
+to other weights, whoever wrote them under the same number. A version also names its writer and the number that this
+began with, which tell a folder that has begun anew from one that is shown as it was before.
 """
 
 from __future__ import annotations
@@ -58,11 +59,16 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class VersionId:
-    """A version of the weights. state: a name that no other has; previous: that of the one before, "" in an anchor."""
+    """A version of the weights. state: a name that no other has; previous: that of the one before, "" in an anchor.
+
+    writer: a name that no other has; first: the number of its first version. Files without them are of one writer.
+    """
 
     number: int
     state: str
     previous: str
+    writer: str = ""
+    first: int = 0
 
 
 def describe(tensors: Tensors) -> list[tuple[str, str, tuple[int, ...]]]:
@@ -131,7 +137,8 @@ def decode(content: bytes) -> tuple[VersionId, list[FileEntry], memoryview]:
     try:
         header = json.loads(content[fixed : fixed + header_nbytes])
         version = VersionId(
-            _checked(header["number"], int), _checked(header["state"], str), _checked(header["previous"], str)
+            *(_checked(header["number"], int), _checked(header["state"], str), _checked(header["previous"], str)),
+            *(_checked(header.get("writer", ""), str), _checked(header.get("first", 0), int)),
         )
         entries = [_entry(*each) for each in _checked(header["tensors"], list)]
     except (ValueError, KeyError, TypeError, RecursionError) as error:

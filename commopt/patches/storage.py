@@ -19,15 +19,21 @@ from commopt.errors import ConfigurationError
 _NAME = re.compile(r"(\d{12})\.(anchor|patch)")
 _UNFINISHED = re.compile(_NAME.pattern + r"\.[0-9a-f]{8}\.unfinished")
 _LEFT_AFTER_S = 3600.0
+# What file systems of fsspec say of a file that is another once the file is written again; each has a word of its own.
+_STAMP = re.compile(r"etag|generation|created|updated|mtime|(last_?)?modif\w*|last_write_time", re.IGNORECASE)
 
 
 @dataclass(frozen=True, order=True)
 class File:
-    """A file of weights; `kind` is "anchor" or "patch"."""
+    """A file of weights; `kind` is "anchor" or "patch".
+
+    stamp: another one once the file is written again; "" where the place does not tell.
+    """
 
     number: int
     kind: str
     nbytes: int = 0
+    stamp: str = ""
 
     @property
     def name(self) -> str:
@@ -35,10 +41,10 @@ class File:
         return f"{self.number:012d}.{self.kind}"
 
     @classmethod
-    def of(cls, name: str, nbytes: int) -> File | None:
+    def of(cls, name: str, nbytes: int, stamp: str) -> File | None:
         """Return the file of that name, None for others."""
         found = _NAME.fullmatch(name)
-        return None if found is None else cls(int(found[1]), found[2], nbytes)
+        return None if found is None else cls(int(found[1]), found[2], nbytes, stamp)
 
 
 class Storage(ABC):
@@ -79,11 +85,14 @@ class Folder(Storage):
 
     def files(self) -> list[File]:
         """Return the files of weights."""
-        try:
-            with os.scandir(self._path) as found:
-                named = [File.of(each.name, each.stat().st_size) for each in found if each.is_file()]
-        except FileNotFoundError:  # none yet, or one was deleted meanwhile
-            named = [File.of(path.name, 0) for path in self._path.glob("*.*")] if self._path.exists() else []
+        named = []
+        with suppress(FileNotFoundError), os.scandir(self._path) as found:
+            for each in found:
+                with suppress(FileNotFoundError):  # deleted meanwhile
+                    if each.is_file():
+                        status = each.stat()
+                        stamp = f"{status.st_mtime_ns} {status.st_ctime_ns}"
+                        named.append(File.of(each.name, status.st_size, stamp))
         return sorted(file for file in named if file is not None)
 
     def read(self, file: File) -> bytes:
@@ -135,7 +144,7 @@ class Remote(Storage):
             found: list[dict[str, Any]] = self._fs.ls(self._path, detail=True)
         except FileNotFoundError:
             return []
-        named = [File.of(each["name"].rsplit("/", 1)[-1], each.get("size") or 0) for each in found]
+        named = [File.of(each["name"].rsplit("/", 1)[-1], each.get("size") or 0, _stamp(each)) for each in found]
         return sorted(file for file in named if file is not None)
 
     def read(self, file: File) -> bytes:
@@ -155,6 +164,10 @@ class Remote(Storage):
 
     def clean(self) -> None:
         """Do nothing: an unfinished file has the name of a finished one, and is passed over."""
+
+
+def _stamp(details: dict[str, Any]) -> str:
+    return " ".join(f"{key}={details[key]}" for key in sorted(details) if _STAMP.fullmatch(key) and details[key])
 
 
 def storage_at(address: str | os.PathLike[str]) -> Storage:

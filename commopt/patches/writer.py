@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from uuid import uuid4
 
 import torch
@@ -39,6 +40,7 @@ class Writer:
         self._storage = storage_at(address)
         self._storage.clean()
         self._number = max((file.number for file in self._storage.files()), default=-1)
+        self._name, self._first = uuid4().hex, self._number + 1
         self._tensors: dict[str, Tensor] = {}
         self._state = ""  # of the last version; "" where the next one must be an anchor
         self._since_anchor = 0
@@ -58,14 +60,14 @@ class Writer:
         follows = bool(self._state) and describe(copies) == describe(self._tensors)
         previous, self._state = self._state, ""
         self._number += 1
-        version = VersionId(self._number, uuid4().hex, previous)
+        version = VersionId(self._number, uuid4().hex, previous, self._name, self._first)
         if follows:
             content = encode(version, copies, self._tensors)
             self._storage.write(File(self._number, "patch"), content)
         self._since_anchor += 1
         if not follows or self._since_anchor >= self.anchor_every:
-            anchor = VersionId(self._number, version.state, "")
-            self._storage.write(File(self._number, "anchor"), encode(anchor, copies, None))
+            anchor = encode(replace(version, previous=""), copies, None)
+            self._storage.write(File(self._number, "anchor"), anchor)
             self._since_anchor = 0
             self._delete_old()
         self._tensors, self._state = copies, version.state
