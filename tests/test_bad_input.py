@@ -81,6 +81,16 @@ def linear_ddp(kind: type[TorchDDP] = TorchDDP) -> TorchDDP:
     return kind(nn.Linear(4, 4))
 
 
+class Unshared:
+    """An array of DLPack that is not given away."""
+
+    def __dlpack__(self, **options: object) -> object:
+        raise BufferError("memory of another process")
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0
+
+
 # ------------------------------------------------------------------------------ refused at once, on every rank
 
 Calls = dict[str, tuple[Callable[[], object], tuple[str, ...]]]
@@ -127,6 +137,14 @@ MISUSED: Calls = {
         ("'flat'", "commopt.Flat()"),
     ),
     "src out of range": (lambda: Communicator().broadcast(torch.ones(1), src=4), ("4", "0 to 3")),
+    "src a fraction": (lambda: Communicator().broadcast(torch.ones(1), src=0.5), ("0.5", "0 to 3")),  # type: ignore[arg-type]
+    "src text": (lambda: Communicator().broadcast(torch.ones(1), src="0"), ("'0'", "0 to 3")),  # type: ignore[arg-type]
+    "no src": (lambda: Communicator().broadcast(torch.ones(1), src=None), ("None", "0 to 3")),  # type: ignore[arg-type]
+    "src True": (lambda: Communicator().broadcast(torch.ones(1), src=True), ("True", "0 to 3")),
+    "ops": (lambda: commopt.all_reduce(torch.ones(2), op=np.array(["avg", "sum"])), ("'avg', 'sum'", "use")),  # type: ignore[arg-type]
+    "wire_bytes of a fraction": (lambda: Communicator().wire_bytes(0.5, torch.float32), ("0.5", "whole")),  # type: ignore[arg-type]
+    "wire_bytes of fewer than none": (lambda: Communicator().wire_bytes(-1, torch.float32), ("-1", "whole")),
+    "wire_bytes of a name": (lambda: Communicator().wire_bytes(4, "float32"), ("'float32'", "torch.dtype")),  # type: ignore[arg-type]
     "reduce_scatter shapes": (lambda: Communicator().reduce_scatter(torch.ones(3), torch.ones(13)), ("13", "3", "12")),
     "all_gather shapes": (lambda: Communicator().all_gather(torch.ones(7), torch.ones(2)), ("7", "2", "8")),
     "all_to_all shapes": (lambda: Communicator().all_to_all(torch.ones(6), torch.ones(6)), ("6", "world_size=4")),
@@ -149,6 +167,15 @@ UNSUPPORTED: Calls = {
         ("'0.weight'", "sparse=False"),
     ),
     "bool tensor": (lambda: commopt.all_reduce(torch.ones(2, dtype=torch.bool), op="sum"), ("bool", "int32")),
+    "quantized tensor": (
+        lambda: Communicator().broadcast(torch._empty_affine_quantized((3,), scale=1.0, dtype=torch.quint8)),
+        ("quint8", "dequantize"),
+    ),
+    "nested tensor": (
+        lambda: Communicator().broadcast(torch.nested.nested_tensor([torch.ones(2)])),
+        ("nested", "to_padded_tensor"),
+    ),
+    "what torch cannot share": (lambda: commopt.all_reduce(Unshared()), ("Unshared", "of another process")),
     "list": (lambda: commopt.all_reduce([1.0, 2.0]), ("list", "torch", "NumPy")),
     "strings": (lambda: commopt.all_reduce(np.array(["a"])), ("NumPy",)),
 }
@@ -455,9 +482,30 @@ def lengths_differ(rank: int, world_size: int, known: tuple[int, ...]) -> list[R
 def test_calls_of_another_length_on_one_rank(known: tuple[int, ...]) -> None:
     results = run(lengths_differ, 3, known, fresh=True)
     for number in (0, 2):
-        assert_raised([mine[number] for mine in results], MismatchError, "rank 1", "numel", "8", "4")
+        assert_raised([mine[number] for mine in results], MismatchError, "rank 1", "shape", "(8,)", "(4,)")
     assert [mine[number].kind for mine in results for number in (1, 3)] == [type(None)] * 6
-    assert_raised([mine[4] for mine in results], RuntimeError, "MismatchError", "rank 1", "numel")
+    assert_raised([mine[4] for mine in results], RuntimeError, "MismatchError", "rank 1", "shape")
+
+
+def shapes_differ(rank: int, world_size: int) -> list[Raised]:
+    """Rank 1 calls with another shape of as many elements."""
+    comm, mine = Communicator(), torch.ones((3, 2) if rank == 1 else (2, 3))
+    results = [
+        outcome(lambda: comm.all_reduce(mine)),
+        outcome(lambda: comm.broadcast(mine)),
+        outcome(lambda: commopt.all_reduce(mine)),
+    ]
+    blocks = torch.empty((world_size * 2, 3) if rank == 1 else (world_size, 6))
+    comm.all_gather(blocks, mine)  # of blocks only the number of elements counts
+    comm.all_to_all(blocks, blocks)
+    comm.reduce_scatter(mine, blocks)
+    return results
+
+
+def test_calls_of_another_shape_on_one_rank() -> None:
+    results = run(shapes_differ, 2)
+    for number in range(3):
+        assert_raised([mine[number] for mine in results], MismatchError, "rank 1", "shape", "(3, 2)", "(2, 3)")
 
 
 def refuse_on_one_rank(rank: int, world_size: int) -> list[Raised]:
