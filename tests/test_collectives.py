@@ -195,7 +195,7 @@ def test_views_move(layout: str) -> None:
 
 
 def move_conjugates(rank: int, world_size: int) -> None:
-    """A conjugate or negative of torch's is a bit of its view: read it as what it is, and keep it in what is written."""
+    """A conjugate or negative of torch's is a view with a bit set: it is read as it is, and written as it is."""
     comm = Communicator()
     values = [torch.complex(*whole(peer, (2, world_size)).double()) for peer in range(world_size)]
     mine = values[rank]

@@ -26,6 +26,7 @@ from commopt.run.models import Models, watching
 from commopt.run.script import Choice, Script
 from commopt.schedule import Tuned
 from commopt.schedule.decision import Outcome
+from commopt.schedule.plan import digest_of_names
 from tests.hook_training import SMALL_BUCKET, Tower, batch_of, digest_of, loss_of, seeded
 from tests.plan_changes import heard
 from tests.ranks import run
@@ -290,7 +291,8 @@ def keep_what_was_tuned(rank: int, world_size: int, folder: str) -> tuple[str, s
         Choice.read("auto", ["timeout=60"], file), Script("none.py"), Shown(False, False, None, 50), (), folder, file
     )
     tried = (Outcome("flat", "Flat()", 0.0, 1.0, 1.0),)
-    chosen = Tuned("flat", ("lossless",), (1, 1), 10, tried, None, "for a test")
+    names = digest_of_names(name for name, _ in Tower().named_parameters())
+    chosen = Tuned("flat", ("lossless",), (1, 1), 10, tried, None, "for a test", parameters=names)
 
     def script() -> TorchDDP:
         ddp = TorchDDP(seeded(Tower))
