@@ -35,9 +35,14 @@ from commopt import (
     UnsupportedTensorError,
 )
 from commopt.attached.replay import replay_wanted
+from commopt.doctor.verdict.facts import Measurements
+from commopt.document import write_whole
 from commopt.groups.membership import checking
 from commopt.kernels.loader import kernels_wanted
+from commopt.patches import Reader, Writer
+from commopt.schedule import Tuned
 from commopt.server.scheduler import host_and_port
+from commopt.simulate.workload import load as load_workload
 from tests.ranks import run
 from tests.speed import limit
 from topology.cluster import read_host_identity
@@ -236,6 +241,19 @@ def test_a_checkpoint_of_something_else_is_refused_before_training(make: Callabl
 def test_a_preset_is_named_by_text(text: Any) -> None:
     with pytest.raises(ConfigurationError, match="is no text; pass for example build_preset"):
         commopt.build_preset(text)
+
+
+@pytest.mark.parametrize("value", [3, 2.5, b"x", ["x"], None], ids=str)
+def test_a_path_or_a_text_of_another_type_is_named(value: Any) -> None:
+    calls: tuple[Callable[[Any], object], ...] = (
+        *(commopt.Links.load, Tuned.load, Measurements.load, load_workload, commopt.load_checkpoint),
+        *(partial(commopt.save_checkpoint, {}), partial(write_whole, content=b""), Writer, Reader),
+        *(commopt.Plan.from_json, Tuned.from_json, partial(commopt.Links.read, name="x"), commopt.Preset),
+    )
+    for call in calls:
+        refused = outcome(partial(call, value))
+        assert refused.kind is ConfigurationError, f"{call}: {refused}"
+        assert isinstance(value, bytes) or str(value) in refused.message or type(value).__name__ in refused.message
 
 
 @pytest.mark.parametrize(

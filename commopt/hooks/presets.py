@@ -32,6 +32,11 @@ class Preset:
     """
 
     def __init__(self, recipe: Recipe) -> None:
+        if not inspect.isfunction(recipe):
+            raise ConfigurationError(
+                f"Preset({recipe!r:.80}) is made from no function; pass one that builds an aggregator, or use "
+                f"commopt.build_preset(name)"
+            )
         # DDP reads a hook's __name__, __qualname__ and signature.
         update_wrapper(self, recipe)
         vars(self).pop("__wrapped__", None)
