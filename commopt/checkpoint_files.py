@@ -17,6 +17,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import torch
 
+from commopt.document import path_of
 from commopt.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def save_checkpoint(content: object, path: str | Path) -> None:
     disk. That file is kept as `path`.previous, for a disk that damages the new one. One process writes a path: where
     several do, all but the last raise FileExistsError. Raises OSError when the file cannot be written.
     """
-    path = Path(path)
+    path = path_of(path)
     # What a process that was killed has left. If it lives and writes, it finds out when it ends.
     for leftover in path.parent.glob(f"{glob.escape(path.name)}.*.unfinished"):
         if _UNFINISHED.fullmatch(leftover.name, len(path.name)):  # of this path, and of no longer one
@@ -71,7 +72,7 @@ def load_checkpoint(path: str | Path, **options: Any) -> Any:
     was taken. Raises ConfigurationError when neither is whole. A file of torch.save itself, which has no checksum, is
     read as it is.
     """
-    path, problems = Path(path), list[str]()
+    path, problems = path_of(path), list[str]()
     if not path.exists():
         return None
     for candidate in (path, previous(path)):

@@ -22,11 +22,20 @@ _MOST_BYTES = 1 << 28
 _MOST_DIGITS = 300  # of a whole number, so that a float can hold it
 
 
+def path_of(path: str | Path) -> Path:
+    """Return a path that a user gave. Raises ConfigurationError for what is none, as a number."""
+    try:
+        return Path(path)
+    except TypeError:
+        raise ConfigurationError(f"path {path!r:.80} is a {type(path).__name__}; pass text or a pathlib.Path") from None
+
+
 def plain_file(path: str | Path) -> Path:
     """Return the path of a plain file, or of a new one. Raises ValueError for others: a pipe would block."""
-    if Path(path).exists() and not Path(path).is_file():
+    path = path_of(path)
+    if path.exists() and not path.is_file():
         raise ValueError("it is not a plain file")
-    return Path(path)
+    return path
 
 
 def reason_of(error: OSError | ValueError) -> object:
@@ -36,6 +45,7 @@ def reason_of(error: OSError | ValueError) -> object:
 
 def read_text(path: str | Path) -> str:
     """Return the content of a text file. Raises ConfigurationError if it is absent, huge, binary or not a file."""
+    path = path_of(path)
     try:
         with plain_file(path).open("rb") as file:
             data = file.read(_MOST_BYTES + 1)
@@ -50,7 +60,7 @@ def read_text(path: str | Path) -> str:
 
 def write_whole(path: str | Path, content: bytes) -> None:
     """Write a file as a whole: whoever is killed meanwhile, or finds the disk full, leaves the one before."""
-    path = Path(path).resolve()  # of a link the file
+    path = path_of(path).resolve()  # of a link the file
     if path.exists() and not path.is_file():  # as /dev/stdout, which nothing can take the place of
         path.write_bytes(content)
         return

@@ -97,6 +97,7 @@ class Machine:
     first: Window = FIRST_WINDOW
     allow: tuple[str, ...] = ()
     adopted: Tuned | None = None
+    optimizer: str = ""
     stock: bool = True
     behind: Mapping[int, float] = field(default_factory=dict)  # steps behind exact averages, from each step on
 
@@ -118,6 +119,7 @@ class Machine:
             self.allow,
             (2, 2) if self.allow else (),
             self.adopted,
+            self.optimizer,
             stock=self.stock,
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -16,16 +17,18 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import commopt
 from commopt import Auto, ConfigurationError
 from commopt.schedule import Decision, Measurement, Outcome, Plan, Tuned, Window, controller, sync
+from commopt.schedule.plan import digest_of_names
 from tests.hook_training import (
     BUCKETS_CAN_BE_GIVEN,
     SMALL_BUCKET,
+    Branches,
     Tower,
     batch_of,
     expected_gradients,
     loss_of,
     seeded,
 )
-from tests.plan_changes import plan_of, tower_names
+from tests.plan_changes import heard, plan_of, tower_names
 from tests.ranks import run
 
 ALL = "bf16+quantized+onebit+dgc+powersgd"
@@ -159,9 +162,11 @@ def test_the_optimizer_is_seen_when_it_steps_unless_it_was_told() -> None:
     assert run(see_optimizers, 2) == [["sgd", "adamw", "adamw", "adamw"]] * 2
 
 
-def tuned_by_hand(plan: commopt.Plan, nodes: tuple[int, ...] = (2, 2)) -> Tuned:
+def tuned_by_hand(
+    plan: commopt.Plan, nodes: tuple[int, ...] = (2, 2), allow: tuple[str, ...] = ("lossless", "quantized")
+) -> Tuned:
     tried = Outcome("by hand", plan.strategy, 0.5, 1.0, 1.0)
-    return Tuned("by hand", ("lossless", "quantized"), nodes, 1, (tried,), plan, "for a test")
+    return Tuned("by hand", allow, nodes, 1, (tried,), plan, "for a test")
 
 
 def strategy(bits_: Literal[8, 4, 2]) -> str:
@@ -189,7 +194,7 @@ def load_tuned(rank: int, world_size: int, folder: Path) -> tuple[int, float, st
             commopt.attach(TorchDDP(seeded(Tower)), choice, tuned=tuned, plan="adaptive", **options)
         return str(info.value)
 
-    not_allowed = refused("auto", tuned_by_hand(plan_by_hand()))
+    not_allowed = refused("auto", tuned_by_hand(plan_by_hand(), allow=("lossless",)))
     elsewhere = refused("auto", tuned_by_hand(plan_by_hand(), (4, 4)), allow="quantized")
     not_auto = refused("hierarchical", tuned_by_hand(plan_by_hand()))
     with pytest.raises(ConfigurationError, match="both"):
@@ -206,6 +211,87 @@ def test_an_earlier_tuning_is_followed_from_the_first_step(tmp_path: Path) -> No
         assert "4 + 4" in elsewhere
         assert "2 + 2" in elsewhere
         assert "'auto'" in not_auto
+
+
+# An exact choice in DDP's own buckets: no plan says which strategies and parameters it was found for.
+AS_FOUND = Tuned(
+    *("by hand", ("lossless", "quantized"), (2,), 1, (Outcome("by hand", repr(commopt.Flat()), 0.0, 1.0, 1.0),)),
+    *(None, "for a test", "sgd", digest_of_names(tower_names())),
+)
+
+
+def begin_with_a_choice_as_found(rank: int, world_size: int, folder: Path) -> list[str]:
+    """Return the refusals of what does not fit."""
+    path = folder / f"tuned-{rank}.json"
+    AS_FOUND.save(path)
+    fitting: list[Any] = ["quantized", "quantized+lossless", ("quantized",), ["lossless", "quantized"]]
+    for allow in fitting:
+        state = commopt.attach(TorchDDP(seeded(Tower)), "auto", allow=allow, tuned=path, plan="adaptive")
+        assert state.tuned == AS_FOUND
+        assert state.plan is None
+    refusals = []
+    others: list[tuple[torch.nn.Module, dict[str, Any]]] = [
+        (seeded(Tower), {}),
+        (seeded(Tower), {"allow": "quantized+powersgd"}),
+        (seeded(Branches), {"allow": "quantized"}),
+    ]
+    for model, options in others:
+        with pytest.raises(ConfigurationError) as info:
+            commopt.attach(TorchDDP(model), "auto", tuned=path, plan="adaptive", **options)
+        refusals.append(str(info.value))
+    return refusals
+
+
+def test_a_choice_of_ddps_own_buckets_fits_what_it_was_found_for(tmp_path: Path) -> None:
+    for fewer, others, model in run(begin_with_a_choice_as_found, 2, tmp_path, nodes=(2,)):
+        assert "found with allow='lossless+quantized', and here it is allow='lossless'; pass the same" in fewer
+        assert "here it is allow='lossless+quantized+powersgd'; pass the same" in others
+        assert "other parameters than this one's 9 ('branches.0.bias', " in model
+        assert model.endswith("tune again without it")
+
+
+def begin_with_an_old_file(rank: int, world_size: int) -> list[tuple[str, str]]:
+    old = replace(AS_FOUND, parameters="")
+    with heard() as warned:
+        ddp = TorchDDP(seeded(Tower), **SMALL_BUCKET)
+        state = commopt.attach(ddp, "auto", allow="quantized", tuned=old, plan="adaptive")
+        assert state.tuned is None
+        for number in range(3):
+            step(ddp, rank, number)
+    assert len(state.decisions) == 1, "there was a first look"
+    return warned
+
+
+def test_an_old_file_that_does_not_tell_its_model_is_tuned_anew() -> None:
+    for warned in run(begin_with_an_old_file, 2, nodes=(2,)):
+        assert any("does not tell which model" in each for _, each in warned)
+
+
+def begin_with_an_unknown_model(
+    rank: int, world_size: int, tuned: Tuned, steps: int
+) -> tuple[bool, list[tuple[str, str]], int]:
+    """Without a module DDP's buckets show, in the first step, how many parameters there are."""
+    with heard() as warned:
+        ddp = TorchDDP(seeded(Tower), **SMALL_BUCKET)
+        state = commopt.HookState(Auto("quantized"), tuned=tuned)
+        ddp.register_comm_hook(state, commopt.hook)
+        assert state.tuned == tuned
+        for number in range(steps):
+            step(ddp, rank, number)
+    return state.tuned == tuned, warned, len(state.decisions)
+
+
+@pytest.mark.parametrize("count", [12, 11])
+@pytest.mark.parametrize("has_plan", [False, True])
+def test_the_parameters_of_an_unknown_model_are_compared_in_the_first_step(count: int, has_plan: bool) -> None:
+    names = [f"parameter {number}" for number in range(count)]
+    lossy = repr(commopt.Compressed(commopt.Quantize(4), commopt.Feedback()))
+    plan = plan_of(names[:4], names[4:], strategy=lossy) if has_plan else None
+    tuned = replace(AS_FOUND, plan=plan, parameters=digest_of_names(names))
+    for kept, warned, decisions in run(begin_with_an_unknown_model, 2, tuned, 4, nodes=(2,)):
+        assert kept == (count == 12)
+        assert kept != any("HookState(..., module=model): tuning anew" in each for _, each in warned)
+        assert decisions == (0 if kept else 1), "tuning anew begins with a first look"
 
 
 def go_on_with_another_strength(rank: int, world_size: int) -> tuple[int, str]:
@@ -255,6 +341,23 @@ def test_a_checkpoint_knows_the_tuning() -> None:
     for same_bits, same_tuning in run(resume, 4, nodes=(2, 2)):
         assert same_bits or not BUCKETS_CAN_BE_GIVEN
         assert same_tuning
+
+
+def resume_a_choice_as_found(rank: int, world_size: int) -> list[tuple[str, str]]:
+    """A checkpoint knows its parameters: what is allowed counts, and no more is asked of an old one."""
+    old = replace(AS_FOUND, parameters="").to_json()
+    with heard() as warned:
+        for allow in ("quantized+lossless", "quantized+powersgd"):
+            state = commopt.attach(TorchDDP(seeded(Tower), **SMALL_BUCKET), "auto", allow=allow, plan="adaptive")
+            state.load_state_dict(state.state_dict() | {"tuned": old})
+            assert (state.tuned is None) == (allow == "quantized+powersgd")
+    return warned
+
+
+def test_the_choice_of_a_checkpoint_counts_for_what_is_allowed() -> None:
+    for warned in run(resume_a_choice_as_found, 2, nodes=(2,)):
+        (told,) = (each for _, each in warned if "checkpoint" in each)
+        assert "found with allow='lossless+quantized', and here it is allow='lossless+quantized+powersgd'" in told
 
 
 def resume_from_a_trial(rank: int, world_size: int) -> tuple[bool, bool]:

@@ -35,9 +35,14 @@ from commopt import (
     UnsupportedTensorError,
 )
 from commopt.attached.replay import replay_wanted
+from commopt.doctor.verdict.facts import Measurements
+from commopt.document import write_whole
 from commopt.groups.membership import checking
 from commopt.kernels.loader import kernels_wanted
+from commopt.patches import Reader, Writer
+from commopt.schedule import Tuned
 from commopt.server.scheduler import host_and_port
+from commopt.simulate.workload import load as load_workload
 from tests.ranks import run
 from tests.speed import limit
 from topology.cluster import read_host_identity
@@ -79,6 +84,16 @@ def assert_raised(results: list[Raised], kind: type[BaseException], *parts: str,
 
 def linear_ddp(kind: type[TorchDDP] = TorchDDP) -> TorchDDP:
     return kind(nn.Linear(4, 4))
+
+
+class Unshared:
+    """An array of DLPack that is not given away."""
+
+    def __dlpack__(self, **options: object) -> object:
+        raise BufferError("memory of another process")
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0
 
 
 # ------------------------------------------------------------------------------ refused at once, on every rank
@@ -127,6 +142,14 @@ MISUSED: Calls = {
         ("'flat'", "commopt.Flat()"),
     ),
     "src out of range": (lambda: Communicator().broadcast(torch.ones(1), src=4), ("4", "0 to 3")),
+    "src a fraction": (lambda: Communicator().broadcast(torch.ones(1), src=0.5), ("0.5", "0 to 3")),  # type: ignore[arg-type]
+    "src text": (lambda: Communicator().broadcast(torch.ones(1), src="0"), ("'0'", "0 to 3")),  # type: ignore[arg-type]
+    "no src": (lambda: Communicator().broadcast(torch.ones(1), src=None), ("None", "0 to 3")),  # type: ignore[arg-type]
+    "src True": (lambda: Communicator().broadcast(torch.ones(1), src=True), ("True", "0 to 3")),
+    "ops": (lambda: commopt.all_reduce(torch.ones(2), op=np.array(["avg", "sum"])), ("'avg', 'sum'", "use")),  # type: ignore[arg-type]
+    "wire_bytes of a fraction": (lambda: Communicator().wire_bytes(0.5, torch.float32), ("0.5", "whole")),  # type: ignore[arg-type]
+    "wire_bytes of fewer than none": (lambda: Communicator().wire_bytes(-1, torch.float32), ("-1", "whole")),
+    "wire_bytes of a name": (lambda: Communicator().wire_bytes(4, "float32"), ("'float32'", "torch.dtype")),  # type: ignore[arg-type]
     "reduce_scatter shapes": (lambda: Communicator().reduce_scatter(torch.ones(3), torch.ones(13)), ("13", "3", "12")),
     "all_gather shapes": (lambda: Communicator().all_gather(torch.ones(7), torch.ones(2)), ("7", "2", "8")),
     "all_to_all shapes": (lambda: Communicator().all_to_all(torch.ones(6), torch.ones(6)), ("6", "world_size=4")),
@@ -144,19 +167,20 @@ UNSUPPORTED: Calls = {
         ("'weight'", "complex64", "view_as_complex"),
     ),
     "sparse tensor": (lambda: commopt.all_reduce(torch.eye(3).to_sparse()), ("sparse", "to_dense")),
-    "nested tensor": (
-        lambda: commopt.all_reduce(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
-        ("nested", "x.unbind()"),
-    ),
-    "quantized tensor": (
-        lambda: Communicator().broadcast(torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)),
-        ("quantized", "x.int_repr()"),
-    ),
     "sparse gradients": (
         lambda: commopt.attach(TorchDDP(nn.Sequential(nn.Embedding(8, 2, sparse=True))), "flat"),
         ("'0.weight'", "sparse=False"),
     ),
     "bool tensor": (lambda: commopt.all_reduce(torch.ones(2, dtype=torch.bool), op="sum"), ("bool", "int32")),
+    "quantized tensor": (
+        lambda: Communicator().broadcast(torch._empty_affine_quantized((3,), scale=1.0, dtype=torch.quint8)),
+        ("quint8", "dequantize"),
+    ),
+    "nested tensor": (
+        lambda: Communicator().broadcast(torch.nested.nested_tensor([torch.ones(2)])),
+        ("nested", "to_padded_tensor"),
+    ),
+    "what torch cannot share": (lambda: commopt.all_reduce(Unshared()), ("Unshared", "of another process")),
     "list": (lambda: commopt.all_reduce([1.0, 2.0]), ("list", "torch", "NumPy")),
     "strings": (lambda: commopt.all_reduce(np.array(["a"])), ("NumPy",)),
 }
@@ -217,6 +241,19 @@ def test_a_checkpoint_of_something_else_is_refused_before_training(make: Callabl
 def test_a_preset_is_named_by_text(text: Any) -> None:
     with pytest.raises(ConfigurationError, match="is no text; pass for example build_preset"):
         commopt.build_preset(text)
+
+
+@pytest.mark.parametrize("value", [3, 2.5, b"x", ["x"], None], ids=str)
+def test_a_path_or_a_text_of_another_type_is_named(value: Any) -> None:
+    calls: tuple[Callable[[Any], object], ...] = (
+        *(commopt.Links.load, Tuned.load, Measurements.load, load_workload, commopt.load_checkpoint),
+        *(partial(commopt.save_checkpoint, {}), partial(write_whole, content=b""), Writer, Reader),
+        *(commopt.Plan.from_json, Tuned.from_json, partial(commopt.Links.read, name="x"), commopt.Preset),
+    )
+    for call in calls:
+        refused = outcome(partial(call, value))
+        assert refused.kind is ConfigurationError, f"{call}: {refused}"
+        assert isinstance(value, bytes) or str(value) in refused.message or type(value).__name__ in refused.message
 
 
 @pytest.mark.parametrize(
@@ -463,9 +500,30 @@ def lengths_differ(rank: int, world_size: int, known: tuple[int, ...]) -> list[R
 def test_calls_of_another_length_on_one_rank(known: tuple[int, ...]) -> None:
     results = run(lengths_differ, 3, known, fresh=True)
     for number in (0, 2):
-        assert_raised([mine[number] for mine in results], MismatchError, "rank 1", "numel", "8", "4")
+        assert_raised([mine[number] for mine in results], MismatchError, "rank 1", "shape", "(8,)", "(4,)")
     assert [mine[number].kind for mine in results for number in (1, 3)] == [type(None)] * 6
-    assert_raised([mine[4] for mine in results], RuntimeError, "MismatchError", "rank 1", "numel")
+    assert_raised([mine[4] for mine in results], RuntimeError, "MismatchError", "rank 1", "shape")
+
+
+def shapes_differ(rank: int, world_size: int) -> list[Raised]:
+    """Rank 1 calls with another shape of as many elements."""
+    comm, mine = Communicator(), torch.ones((3, 2) if rank == 1 else (2, 3))
+    results = [
+        outcome(lambda: comm.all_reduce(mine)),
+        outcome(lambda: comm.broadcast(mine)),
+        outcome(lambda: commopt.all_reduce(mine)),
+    ]
+    blocks = torch.empty((world_size * 2, 3) if rank == 1 else (world_size, 6))
+    comm.all_gather(blocks, mine)  # of blocks only the number of elements counts
+    comm.all_to_all(blocks, blocks)
+    comm.reduce_scatter(mine, blocks)
+    return results
+
+
+def test_calls_of_another_shape_on_one_rank() -> None:
+    results = run(shapes_differ, 2)
+    for number in range(3):
+        assert_raised([mine[number] for mine in results], MismatchError, "rank 1", "shape", "(3, 2)", "(2, 3)")
 
 
 def refuse_on_one_rank(rank: int, world_size: int) -> list[Raised]:

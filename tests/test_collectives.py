@@ -177,6 +177,13 @@ def move_views(rank: int, world_size: int) -> None:
     assert (array[:, 1] == world_size - 1).all()
     assert (array[:, [0, 2, 3]] == rank).all()
 
+    lone = whole(rank, (1, 6))[:, 2]  # a single element, at a stride that matters to views of its bytes only
+    assert lone.stride() == (6,)
+    comm.broadcast(lone, src=1)
+    assert torch.equal(lone, whole(1, (1, 6))[:, 2])
+    comm.all_gather(base[0, :rows], lone)
+    assert torch.equal(base[0, :rows], lone.expand(rows))
+
     out = np.zeros((rows, 6), dtype=np.float32)[::-1]
     comm.all_to_all(out, every[rank].T)
     assert np.array_equal(out, torch.stack([matrix[:, rank] for matrix in every]).numpy())
@@ -194,6 +201,42 @@ def move_views(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("layout", ["3", "2x2", "2x2 interleaved"])
 def test_views_move(layout: str) -> None:
     run_on(layout, move_views)
+
+
+def move_conjugates(rank: int, world_size: int) -> None:
+    """A conjugate or negative of torch's is a view with a bit set: it is read as it is, and written as it is."""
+    comm = Communicator()
+    values = [torch.complex(*whole(peer, (2, world_size)).double()) for peer in range(world_size)]
+    mine = values[rank]
+    negatives = [-each.imag for each in values]
+    # Only some ranks have the bit: what is sent must not depend on it.
+    imaginary = mine.clone().conj().imag if rank == 0 else negatives[rank].clone()
+    assert imaginary.is_neg() == (rank == 0)
+    total = torch.stack(negatives).sum(0)
+    assert torch.equal(comm.all_reduce(imaginary, op="sum"), total)
+    part = torch.ones(1, 2).to(torch.complex128).conj().imag[0, :1]
+    comm.reduce_scatter(part, mine.conj().imag, op="sum")
+    assert torch.equal(part, total[rank : rank + 1])
+    for view, expected in ((mine.conj(), [each.conj() for each in values]), (mine.conj().imag, negatives)):
+        gathered = torch.empty((world_size, world_size), dtype=mine.dtype).conj()
+        gathered = gathered if view.is_complex() else gathered.imag
+        comm.all_gather(gathered, view)
+        assert torch.equal(gathered, torch.stack(expected))
+        comm.all_to_all(gathered[0], view)
+        assert torch.equal(gathered[0], torch.stack(expected)[:, rank])
+        source = view.clone() if rank else view
+        comm.broadcast(source)
+        assert torch.equal(source, expected[0])
+        comm.broadcast(source[:1], src=np.int64(0))
+    matrix = torch.complex(*whole(rank, (2, 3, 4)))
+    adjoint = matrix.clone().H
+    comm.broadcast(adjoint, world_size - 1)
+    assert torch.equal(adjoint, torch.complex(*whole(world_size - 1, (2, 3, 4))).H)
+
+
+@pytest.mark.parametrize("layout", ["2", "2+1"])
+def test_conjugates_and_negatives(layout: str) -> None:
+    run_on(layout, move_conjugates)
 
 
 def reduce_numpy(rank: int, world_size: int) -> None:

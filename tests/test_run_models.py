@@ -26,6 +26,7 @@ from commopt.run.models import Models, Trained, watching
 from commopt.run.script import Choice, Script
 from commopt.schedule import Tuned
 from commopt.schedule.decision import Outcome
+from commopt.schedule.plan import digest_of_names
 from tests.hook_training import SMALL_BUCKET, Tower, batch_of, digest_of, loss_of, seeded
 from tests.plan_changes import heard
 from tests.ranks import run
@@ -283,7 +284,9 @@ def test_the_scaler_is_known_before_the_first_bucket() -> None:
 # ------------------------------------------------------------------------------------------------ the end
 
 
-CHOSEN = Tuned("flat", ("lossless",), (1, 1), 10, (Outcome("flat", "Flat()", 0.0, 1.0, 1.0),), None, "for a test")
+TRIED = (Outcome("flat", "Flat()", 0.0, 1.0, 1.0),)
+NAMES = digest_of_names(name for name, _ in Tower().named_parameters())
+CHOSEN = Tuned("flat", ("lossless",), (1, 1), 10, TRIED, None, "for a test", parameters=NAMES)
 
 
 def keep_what_was_tuned(rank: int, world_size: int, folder: str) -> tuple[str, str]:

@@ -17,6 +17,7 @@ from commopt.aggregate.learning import LEARNED_LOCAL
 from commopt.schedule import Costs, Decision, Measurement, Outcome, Plan, Tuned, best_plan, explain
 from commopt.schedule.candidates import Candidate, choose
 from commopt.schedule.decision import FIRST_LOOK, FIRST_WINDOW, WINDOW_STEPS
+from commopt.schedule.plan import digest_of_names
 from commopt.schedule.search import Search
 from commopt.schedule.simulation import INSIDE
 from tests.search_machine import (
@@ -388,6 +389,35 @@ def test_goes_on_from_an_earlier_tuning_without_trials() -> None:
     machine = TunedMachine(adopted=Tuned.from_json(before.to_json()), noise=0.01, behind=filling).run(1000)
     assert machine.changes == []
     assert machine.plan == before.plan
+
+
+@pytest.mark.parametrize(
+    ("before", "now"), [("sgd", "adamw"), ("adamw", "sgd"), ("sgd", "sgd"), ("sgd", ""), ("", "sgd")]
+)
+def test_an_earlier_tuning_with_another_optimizer_is_searched_again(before: str, now: str) -> None:
+    first = TunedMachine(noise=0.01, optimizer=before).run(100)
+    assert first.tuned.optimizer == before
+    begins_again = TunedMachine(noise=0.01, adopted=first.tuned, optimizer=now).run(100)
+    if "" in (before, now) or before == now:
+        assert begins_again.outcomes == []
+        return
+    assert f"tuned with {before}, and {now} learns differently: " in begins_again.reasons[0]
+    assert begins_again.tuned.optimizer == now
+    exact = TunedMachine(candidates=EXACT, allow=("lossless",), noise=0.01, optimizer=before).run(100)
+    again = TunedMachine(candidates=EXACT, allow=("lossless",), adopted=exact.tuned, noise=0.01, optimizer=now).run(100)
+    assert again.outcomes == [], "with exact averages every optimizer learns alike"
+
+
+def test_a_tuning_tells_whose_parameters_it_was_of() -> None:
+    names = [unit.names[0] for unit in UNITS]
+    for machine in (TunedMachine(noise=0.01), TunedMachine(candidates=EXACT[:1], allow=("lossless",), movable=False)):
+        tuned = machine.run(100).tuned
+        assert tuned.parameters == digest_of_names(reversed(names)) != digest_of_names(names[1:])
+        assert Tuned.from_json(tuned.to_json()) == tuned
+    assert tuned.plan is None, "DDP's own buckets"
+    old = json.loads(tuned.to_json())
+    del old["parameters"]
+    assert Tuned.from_json(json.dumps(old)) == replace(tuned, parameters="")
 
 
 def test_what_was_used_before_has_a_name_of_its_own() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import count
+from operator import index
 from typing import Any, Literal
 
 import torch
@@ -61,10 +62,11 @@ class Communicator:
 
     Arrays may be torch tensors, NumPy or CuPy arrays of any shape, contiguous or not; results are written in place.
     Ranks and block orders are those of `group`, whatever order commopt uses inside. Every method must be called by all
-    ranks, in the same order and with equal shapes and dtypes; a call that raises counts. Ranks compare a call before
-    they start, over NCCL only the first time it is made; a difference raises MismatchError on all of them. With
-    async_op=True a method returns a Work at once. CuPy arrays are read and written in the order of torch's current
-    stream: make it CuPy's with torch.cuda.ExternalStream where they differ.
+    ranks, in the same order, with equal dtypes and with equal shapes (of what holds blocks, equally many elements); a
+    call that raises counts. Ranks compare a call before they start, over NCCL only the first time it is made; a
+    difference raises MismatchError on all of them. With async_op=True a method returns a Work at once. CuPy arrays are
+    read and written in the order of torch's current stream: make it CuPy's with torch.cuda.ExternalStream where they
+    differ.
 
     `ranks_per_node` declares blocks of ranks to be nodes; by default the hosts are asked. `timeout`, in seconds or a
     timedelta, is for a collective or a rank that never arrives; by default that of `group`. `site` is where this
@@ -168,10 +170,7 @@ class Communicator:
 
     def broadcast(self, x: Any, src: int = 0, async_op: bool = False) -> Any:
         """Copy `x` of the group's rank `src` to all ranks, in place, whatever its dtype; return `x`, or a Work."""
-        number = next(self._sequence)
-        if not 0 <= src < self.world_size:
-            raise ConfigurationError(f"src {src} is not a rank of this group; use 0 to {self.world_size - 1}")
-        operand = writable(x)
+        number, src, operand = next(self._sequence), self._require_rank(src), writable(x)
 
         def run() -> None:
             flat = operand.flat()
@@ -203,7 +202,12 @@ class Communicator:
 
     def wire_bytes(self, numel: int, dtype: torch.dtype, aggregator: Aggregator | None = None) -> WireBytes:
         """Return the payload bytes this rank sends for one all_reduce of `numel` elements."""
-        layout = Layout.anonymous(numel)
+        count = _as_int(numel)
+        if count is None or count < 0 or not isinstance(dtype, torch.dtype):
+            raise ConfigurationError(
+                f"wire_bytes of {numel!r} elements of {dtype!r}; pass a whole number >= 0 and a torch.dtype"
+            )
+        layout = Layout.anonymous(count)
         return self._require_aggregator(aggregator).wire_bytes(layout, dtype, self._membership.team)
 
     def _submit(
@@ -217,8 +221,9 @@ class Communicator:
         aggregator: Aggregator | None = None,
     ) -> Any:
         tensor = operand.tensor
-        facts = {"operation": title, "aggregator": repr(aggregator)}
-        facts |= {"dtype": str(tensor.dtype), "numel": str(tensor.numel())}
+        facts = {"operation": title, "aggregator": repr(aggregator), "dtype": str(tensor.dtype)}
+        # What one array replaces on all ranks has one shape; blocks are so many elements.
+        facts |= {"numel": str(tensor.numel())} if inputs else {"shape": str(tuple(tensor.shape))}
         call = f"{self._client.name}, operation {number}"
         agreement = Agreement(partial(self._membership.compare_call, facts, call, tensor.device))
         guarded = agreement.guard(run)
@@ -246,9 +251,16 @@ class Communicator:
         aggregator.check(self._membership.team)
         return aggregator
 
+    def _require_rank(self, src: Any) -> int:
+        """Return a rank of the group as an int. Raises ConfigurationError for anything else."""
+        rank = _as_int(src)
+        if rank is None or not 0 <= rank < self.world_size:
+            raise ConfigurationError(f"src {src!r} is not a rank of this group; use 0 to {self.world_size - 1}")
+        return rank
+
     def _scale(self, op: Op, operand: Operand) -> float:
         require_reducible(operand.tensor)
-        if op not in ("avg", "sum"):
+        if not isinstance(op, str) or op not in ("avg", "sum"):  # an array equals nothing, or many things
             raise ConfigurationError(f"op {op!r} is unknown; use 'avg' or 'sum'")
         if op == "avg" and not operand.tensor.is_floating_point():
             raise UnsupportedTensorError(f"op 'avg' of {operand.tensor.dtype} is no integer; use op='sum' and divide")
@@ -279,6 +291,14 @@ def all_reduce(
         return communicator.all_reduce(x, op=op, aggregator=aggregator, async_op=async_op)
     finally:
         communicator._client.close(groups=False)  # the next call will need the groups
+
+
+def _as_int(value: Any) -> int | None:
+    """Return a whole number, of NumPy too, as an int; None for anything else."""
+    try:
+        return None if isinstance(value, bool) else index(value)
+    except TypeError:
+        return None
 
 
 def _as_bytes(flat: Tensor) -> Tensor:

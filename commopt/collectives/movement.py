@@ -28,8 +28,12 @@ class Operand:
     write_back: Callable[[], None] | None = None
 
     def flat(self) -> Tensor:
-        """Return the elements in logical order as a contiguous 1-D tensor: a view where possible, else a copy."""
-        return self.tensor.resolve_conj().resolve_neg().contiguous().view(-1)
+        """Return the elements in logical order as a contiguous 1-D tensor: a view where possible, else a copy.
+
+        A conjugate or negative of torch is a view of other values with a bit set, which neither gloo nor NCCL looks at.
+        """
+        dense = self.tensor.resolve_conj().resolve_neg().contiguous()
+        return dense.as_strided((dense.numel(),), (1,))  # a view of a single element may keep any stride
 
     def store(self, flat: Tensor) -> None:
         """Make `flat` the array's elements; free when it already is."""
@@ -48,7 +52,7 @@ def readable(array: Any) -> Operand:
         plain = array if array.flags.writeable and min(array.strides, default=0) >= 0 else array.copy()
         return Operand(array, _from_numpy(plain))
     if hasattr(array, "__dlpack__"):
-        return Operand(array, torch.from_dlpack(array))
+        return Operand(array, _from_dlpack(array))
     raise UnsupportedTensorError(
         f"{type(array).__name__} is not an array; pass a torch tensor, a NumPy or CuPy array, or a DLPack object"
     )
@@ -101,13 +105,13 @@ def _overlaps(tensor: Tensor) -> bool:
 
 
 def _require_dense(tensor: Tensor, name: str = "the array") -> None:
+    if tensor.is_nested or tensor.is_quantized:
+        kind, fix = ("nested", "to_padded_tensor(0)") if tensor.is_nested else (tensor.dtype, "dequantize()")
+        raise UnsupportedTensorError(f"{name} is {kind}, which is more than its elements; pass x.{fix}")
     if tensor.layout != torch.strided:
         raise UnsupportedTensorError(
             f"{name} is sparse ({tensor.layout}); pass x.to_dense(), or for gradients use nn.Embedding(sparse=False)"
         )
-    if tensor.is_quantized or tensor.is_nested:
-        kind, plain = ("quantized", "x.int_repr()") if tensor.is_quantized else ("nested", "each of x.unbind()")
-        raise UnsupportedTensorError(f"{name} is {kind}, which cannot be sent as it lies in memory; pass {plain}")
     if tensor.device.type not in ("cpu", "cuda"):
         raise UnsupportedTensorError(f"{name} is on {tensor.device}; move it to a cpu or cuda device")
 
@@ -117,6 +121,15 @@ def _from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
         return torch.from_numpy(array)
     except (TypeError, ValueError) as error:
         raise UnsupportedTensorError(f"NumPy array of dtype {array.dtype}: {error}") from None
+
+
+def _from_dlpack(array: Any) -> Tensor:
+    try:
+        tensor = torch.from_dlpack(array)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise UnsupportedTensorError(f"{type(array).__name__} that torch cannot share: {error}") from None
+    _require_dense(tensor)
+    return tensor
 
 
 # ------------------------------------------------------------------------------------------- movement

@@ -32,11 +32,16 @@ class Preset:
     """
 
     def __init__(self, recipe: Recipe) -> None:
+        if not inspect.isfunction(recipe):
+            raise ConfigurationError(
+                f"Preset({recipe!r:.80}) is made from no function; pass one that builds an aggregator, or use "
+                f"commopt.build_preset(name)"
+            )
         # DDP reads a hook's __name__, __qualname__ and signature.
         update_wrapper(self, recipe)
         vars(self).pop("__wrapped__", None)
         self.name = recipe.__name__
-        self._recipe = recipe
+        self._recipe: Recipe = recipe
         self._options = inspect.signature(recipe).parameters
         of_hook = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=None) for name in ("state", "bucket")]
         options = [each.replace(kind=Parameter.KEYWORD_ONLY) for each in self._options.values()]

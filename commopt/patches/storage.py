@@ -172,7 +172,7 @@ def _stamp(details: dict[str, Any]) -> str:
 
 def storage_at(address: str | os.PathLike[str]) -> Storage:
     """Return the place: a folder unless the address has a protocol. Raises ConfigurationError."""
-    text = os.fspath(address)
+    text = os.fspath(address) if isinstance(address, os.PathLike) else address
     if not isinstance(text, str) or not text:
         raise ConfigurationError(f"address {address!r} is no folder and no address; give one, for example 'weights'")
     return Remote(text) if "://" in text else Folder(text)

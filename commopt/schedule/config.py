@@ -4,19 +4,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import astuple
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from commopt.aggregate import Aggregator
+from commopt.aggregate import Aggregator, auto_of
+from commopt.aggregate.auto import LOSSLESS
 from commopt.document import read_text
 from commopt.errors import ConfigurationError
 from commopt.groups import Membership, TeamShape
 from commopt.schedule.candidates import alternatives
 from commopt.schedule.decision import Tuned
-from commopt.schedule.plan import Plan
+from commopt.schedule.plan import Plan, digest_of_names
 
 if TYPE_CHECKING:
     from commopt.cost import Links
@@ -96,7 +97,7 @@ def require_strategy(plan: Plan, strategies: Mapping[str, Aggregator]) -> None:
 
 
 def require_fit(tuned: Tuned, aggregator: Aggregator, team: TeamShape) -> None:
-    """Raise ConfigurationError when an earlier tuning was on another cluster, or the aggregator does not tune."""
+    """Raise ConfigurationError when an earlier tuning was on another cluster, or the aggregator would not repeat it."""
     if not aggregator.tunes:
         raise ConfigurationError(
             f"tuned= is for 'auto', and the hook averages with {aggregator}; use attach(ddp, 'auto', tuned=...)"
@@ -107,6 +108,32 @@ def require_fit(tuned: Tuned, aggregator: Aggregator, team: TeamShape) -> None:
         raise ConfigurationError(
             f"tuned= was found on nodes with {there} ranks, and here they have {here}; tune again without it"
         )
+    if other := other_allow(tuned, aggregator):
+        raise ConfigurationError(f"tuned= {other}; pass the same allow=, or tune again without tuned=")
+
+
+def other_allow(tuned: Tuned, aggregator: Aggregator) -> str:
+    """Return in words how an earlier tuning was allowed other families than `auto` is now, "" where it was not."""
+    auto = auto_of(aggregator)
+    if auto is None or {LOSSLESS, *tuned.allow} == {LOSSLESS, *auto.allow}:
+        return ""
+    return f"was found with allow={'+'.join(tuned.allow)!r}, and here it is allow={'+'.join(auto.allow)!r}"
+
+
+def tells_model(tuned: Tuned, names: Collection[str], perhaps: Collection[str] = ()) -> bool:
+    """Return whether an earlier tuning tells whose parameters it was of; an exact choice in an old file does not.
+
+    names: of the parameters here, none where they are not known. perhaps: of frozen ones, which DDP may show too.
+    Raises ConfigurationError when it was of others.
+    """
+    if tuned.plan is not None and names:
+        tuned.plan.require_names(names, perhaps)
+    elif tuned.parameters and names and tuned.parameters not in map(digest_of_names, (names, {*names, *perhaps})):
+        raise ConfigurationError(
+            f"tuned= was found for a model with other parameters than this one's {len(names)} "
+            f"({', '.join(map(repr, sorted(names)[:3]))}, ...); tune again without it"
+        )
+    return tuned.plan is not None or bool(tuned.parameters)
 
 
 _CHOICES = {

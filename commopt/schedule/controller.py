@@ -26,7 +26,7 @@ from commopt.lanes import LaneClient, Pending
 from commopt.recording import GradientTimes, Recorder
 from commopt.schedule import reducer
 from commopt.schedule.candidates import available, local_messages
-from commopt.schedule.config import makes_plans, require_fit, require_strategy
+from commopt.schedule.config import makes_plans, other_allow, require_fit, require_strategy, tells_model
 from commopt.schedule.decision import FIRST_LOOK, FIRST_WINDOW, Decision, Tuned, Window
 from commopt.schedule.plan import Plan
 
@@ -94,6 +94,7 @@ class Controller:
         self.optimizer = ""
         self._parameters = parameters
         self._frozen = frozen
+        self._unseen: Tuned | None = None  # an earlier tuning, until DDP shows the parameters of an unknown model
         self._team: Team | None = None
         self._choice: Plan | str | None = None  # see config.read_plan
         self._requested: Aggregator = Flat()  # which may be `auto`
@@ -134,12 +135,16 @@ class Controller:
         self.aggregator = next(iter(self._strategies.values()))
         if makes_plans(plan, aggregator, team) and team.size > 1 and self.phase is not Phase.FROZEN:
             self._begin_planning(team, links)
+        if tuned is not None:
+            require_fit(tuned, aggregator, team)
+            if not tells_model(tuned, self._parameters, self._frozen):
+                _log.warning("tuned= does not tell which model it was found for, as in a file of old: tuning anew")
+                tuned = None
+            self.tuned = tuned
+            self._unseen = None if self._parameters else tuned
         if aggregator.tunes and plan == "ddp":
             how = "flat does" if tuned is None else "tuned= says, and nobody watches"
             _log.warning("auto does not tune with plan='ddp': gradients are averaged as %s; leave plan= out", how)
-        if tuned is not None:
-            require_fit(tuned, aggregator, team)
-            self.tuned = tuned
         self._measure_anew(0)
         if isinstance(plan, Plan):
             self.follow(plan)
@@ -174,6 +179,11 @@ class Controller:
         self.aggregator = self._strategies[plan.strategy]
         self.changes += 1
 
+    def _leave_plan(self) -> None:
+        self.plan = None
+        self.aggregator = next(iter(self._strategies.values()))
+        self.changes += 1
+
     def restart(self, step: int, plan: Plan | None, tuned: Tuned | None, buckets: Sequence[Layout] = ()) -> None:
         """Resume from a checkpoint after `step` steps, with its plan and tuning where plans are made and they fit.
 
@@ -189,13 +199,15 @@ class Controller:
         if self._coordinator is not None:
             self._coordinator.restart()
         if self._team is not None and makes_plans(self._choice, self._requested, self._team):  # also when frozen
+            if tuned is not None and (other := other_allow(tuned, self._requested)):
+                tuned = None
+                _log.warning("the tuning of the checkpoint %s: tuning anew", other)
             self.tuned = tuned
+            self._unseen = None  # the parameters of a checkpoint are compared by themselves
             if self._requested.tunes and self.phase is not Phase.FROZEN:
                 # A plan that is not the result of tuning was on trial.
                 plan = None if tuned is None else tuned.plan
-                self.plan = None
-                self.aggregator = next(iter(self._strategies.values()))
-                self.changes += 1
+                self._leave_plan()
             if plan is not None:
                 try:
                     self.follow(plan)
@@ -279,6 +291,8 @@ class Controller:
         """
         self._settled = buckets == self._buckets
         self._buckets = buckets
+        if self._unseen is not None:
+            self._require_seen(self._unseen, step)
         if self._of_ddp.wanted and self._of_ddp.say_why_not() and self._of_ddp.sees_forwards:
             self._of_ddp.wanted = ()  # a rank without data, in join(), has seen no forward yet
         if self.phase not in _PLANNING:
@@ -307,6 +321,18 @@ class Controller:
         task = self._coordinator.look if looks else self._coordinator.decide
         self._pending = client.run(partial(task, point), f"planning after step {step}")
         self.phase = Phase.LOOKING if looks else Phase.SYNCHRONISING
+
+    def _require_seen(self, tuned: Tuned, step: int) -> None:
+        """Leave an earlier tuning if the parameters that DDP has shown are not those it was found for."""
+        self._unseen = None
+        try:
+            tells_model(tuned, _names(*self._buckets))
+        except ConfigurationError as error:
+            _log.warning("%s; names are known to attach, and to HookState(..., module=model): tuning anew", error)
+            self.tuned = None
+            self._of_ddp.wanted = ()
+            self._leave_plan()
+            self._window = self._first_window(step + 1)
 
     def _measure(self, step: int, device: torch.device) -> None:
         """Note that all gradients of `step` are there, on `device`; take times of the next one if it is measured."""

@@ -90,6 +90,7 @@ class Tuned:
     plan: the plan that is followed; None for an exact average in DDP's own buckets.
     reason: why the candidate is used.
     optimizer: "adamw" for any that is like Adam, "sgd" for others; "" where none was known.
+    parameters: a digest of their names; "" in a file of a version that wrote none.
     """
 
     name: str
@@ -100,6 +101,7 @@ class Tuned:
     plan: Plan | None
     reason: str
     optimizer: str = ""
+    parameters: str = ""
 
     def __post_init__(self) -> None:
         require_text(self.reason, "tuned: reason")

@@ -128,6 +128,11 @@ class Plan:
         return plan
 
 
+def digest_of_names(names: Iterable[str]) -> str:
+    """Return a short digest that tells models apart by their parameters' names, in whatever order."""
+    return sha256(json.dumps(sorted(names)).encode()).hexdigest()[:16]
+
+
 def _require_names(names: object, what: str) -> None:
     if not isinstance(names, tuple) or not names:
         raise ConfigurationError(f"{what}: names are {names!r}; give a tuple of at least one parameter name")

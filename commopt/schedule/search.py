@@ -32,7 +32,7 @@ from commopt.schedule.candidates import LEAST_SHARE, Candidate, choose, pays
 from commopt.schedule.costs import Costs
 from commopt.schedule.decision import FIRST_LOOK, FIRST_WINDOW, WINDOW_STEPS, Decision, Outcome, Tuned, Window
 from commopt.schedule.measurement import DRIFT, LEAST_GAIN, Measurement, ms
-from commopt.schedule.plan import Plan
+from commopt.schedule.plan import Plan, digest_of_names
 from commopt.schedule.planner import SPARE, best_plan
 
 SETTLING_STEPS = 2  # buffers and caches follow
@@ -136,7 +136,7 @@ class Search:
         self._stock = stock
         self._plan = None if adopted is None else adopted.plan
         self._began: int | None = None
-        self._why = "" if adopted else _FIRST  # the reason for the next search
+        self._why = self._first_reason()  # for the next search
         self._looked = False  # whether the first look is over
         self._comparison: _Comparison | None = None  # of the search under way
         self._reference: Measurement | None = None
@@ -146,6 +146,14 @@ class Search:
         self._searches = self._no_search_before = 0
         self._distance = FIRST_DISTANCE_STEPS
         self._retry_steps = WINDOW_STEPS
+
+    def _first_reason(self) -> str:
+        """Return why the first search begins; "" where an earlier tuning says what its result is."""
+        if self._tuned is None:
+            return _FIRST
+        before, now = self._tuned.optimizer, self._optimizer
+        counts = before and now and before != now and any(each.lossy for each in self._candidates.values())
+        return f"tuned with {before}, and {now} learns differently" if counts else ""
 
     def decide(self, measured: Measurement, step: int) -> Decision:
         """Decide after `step`, by the measurement of the window that ends with it."""
@@ -284,6 +292,7 @@ class Search:
                 plan=None if as_found else self._plan,
                 reason=reason,
                 optimizer=self._optimizer,
+                parameters=digest_of_names(self._plan.names),
             )
         decision = replace(self._later(step, reason), tuned=self._tuned, warning=warning)
         if best.planned.contents == comparison.running.planned.contents:
