@@ -313,8 +313,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a residual that is no number is loaded",
         "commopt/feedback/checkpoint.py",
-        "if not (-largest <= least and most <= largest):",
-        "if least < -largest or most > largest:",
+        "if not (-limit <= least and most <= limit):",
+        "if least < -limit or most > limit:",
         NOT_DAMAGED,
         ("test_feedback_damaged",),
     ),

@@ -113,6 +113,6 @@ def test_every_dtype_has_bits() -> None:
         warnings.simplefilter("ignore")
         dtypes = {each for each in vars(torch).values() if isinstance(each, torch.dtype)}
         for dtype in {each for each in dtypes if not str(each).startswith("torch.q")}:
-            tensor = torch.empty(8, dtype=dtype)
-            assert len(as_bytes(comparable({"held": tensor})["held"])) == tensor.nbytes, dtype
-            checksum([tensor], CPU)
+            for tensor in (torch.empty(8, dtype=dtype), torch.empty(2, 5, dtype=dtype)[:1, 2]):
+                assert len(as_bytes(comparable({"held": tensor})["held"])) == tensor.nbytes, dtype
+                checksum([tensor], CPU)

@@ -81,7 +81,8 @@ def as_bytes(tensor: Tensor) -> Tensor:
     It is to be `comparable`: what a quantized tensor returns for its bits ends the process.
     """
     # A view that conjugates or negates as it is read has the same bits as what it is a view of.
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)  # a view of a single element may keep any stride
 
 
 def comparable(named: Mapping[str, Tensor]) -> dict[str, Tensor]:

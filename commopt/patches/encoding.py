@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from commopt.attached.checksum import as_bytes
 from commopt.kernels.differences import MANTISSA, largest_nbytes, memory_nbytes, pack_difference, unpack_difference
 
 _MAGIC = b"commopt weights 1\n"
@@ -107,17 +108,13 @@ def encode(version: VersionId, tensors: Tensors, before: Tensors | None) -> byte
 
 
 def _encoded(values: Tensor, before: Tensor | None) -> tuple[str, bytes]:
-    if before is not None and torch.equal(_bytes(values), _bytes(before)):
+    if before is not None and torch.equal(as_bytes(values), as_bytes(before)):
         return _SAME, b""
     if before is None or values.dtype not in MANTISSA:
-        return _RAW, _bytes(values).numpy().tobytes()
+        return _RAW, as_bytes(values).numpy().tobytes()
     message = torch.empty(memory_nbytes(values.numel()), dtype=torch.uint8)
     nbytes = pack_difference(values.view(-1), before.view(-1), message)
     return _DIFFERENCE, message[:nbytes].numpy().tobytes()
-
-
-def _bytes(values: Tensor) -> Tensor:
-    return values.view(-1).view(torch.uint8)
 
 
 # ------------------------------------------------------------------------------------------- read
