@@ -132,6 +132,7 @@ def average_mixed(rank: int, world_size: int, buffers: bool) -> tuple[dict[str, 
     module = Mixed(rank)
     TorchDDP._set_params_and_buffers_to_ignore_for_model(module, [".own", "own_mean"])  # as DDP has them
     ddp = TorchDDP(module, broadcast_buffers=False)
+    module.register_buffer("shape_only", torch.empty(3, device="meta"), persistent=False)  # has no values to average
     state = commopt.attach(ddp, LocalSGD(gradients=BFLOAT16, buffers=buffers))
     before = Mixed(rank).state_dict()
     module.load_state_dict(before)  # DDP has taken rank 0's
