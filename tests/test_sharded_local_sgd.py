@@ -69,3 +69,19 @@ def test_resuming_in_the_middle_of_a_period_changes_no_bit() -> None:
         one, other = results[shard], results[2 + shard]
         assert not all(torch.equal(a, b) for a, b in zip(one[0], other[0], strict=True))
         assert all(torch.equal(a, b) for a, b in zip(one[2], other[2], strict=True))
+
+
+def load_others(rank: int, world_size: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    model, state, optimizer = attached(LocalSGD(period=3, outer=NESTEROV, delay=2))
+    start = copy.deepcopy(model.state_dict())
+    train(model, optimizer, rank, range(4))
+    assert state.state_dict()["rounds"]["underway"]
+    model.load_state_dict(start)
+    loaded = local(model)
+    state.average_parameters()
+    return loaded, local(model)
+
+
+def test_a_round_under_way_does_not_change_what_the_model_has_loaded_since() -> None:
+    for loaded, there in run(load_others, 4, nodes=NODES):
+        assert all(torch.equal(a, b) for a, b in zip(loaded, there, strict=True))
