@@ -34,6 +34,8 @@ def over_ranks(thing: Any) -> set[Any]:
 
 def with_transformers(rank: int, world_size: int, port: int, folder: str) -> None:
     frameworks.as_under_torchrun(rank, world_size, port)
+    from transformers import TrainerCallback
+
     from commopt.integrations.transformers import CommoptCallback
     from tests.test_integrations_transformers import Judged, trainer_of
 
@@ -92,6 +94,22 @@ def with_transformers(rank: int, world_size: int, port: int, folder: str) -> Non
         resumed.train(resume_from_checkpoint=str(Path(folder, "local", "checkpoint-3")))
     assert not [text for _, text in said if "other parameters" in text]
     assert len(over_ranks(digest_of(resumed.model))) == 1
+
+    # Stopped after a step that evaluates nothing, while a round is under way: the best model is what is left.
+    best = {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "best", "metric_for_best_model": "loss"}
+    late = {"choice": commopt.diloco(period=3, delay=2)}
+    trainer, _ = made("best", late, load_best_model_at_end=True, greater_is_better=False, **best)
+    trainer.args.max_steps = 9
+
+    class Stops(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_training_stop = state.global_step == 4
+
+    trainer.add_callback(Stops())
+    trainer.train()
+    left = digest_of(trainer.model)
+    trainer._load_best_model()
+    assert left == digest_of(trainer.model)
 
 
 @pytest.mark.skipif(find_spec("transformers") is None, reason="needs pip install accelerate transformers")

@@ -96,7 +96,7 @@ def trainer_of(model: nn.Module, steps: int, folder: Path, **options: Any) -> An
         lr_scheduler_type="constant",
         **{"report_to": [], "disable_tqdm": True, "logging_strategy": "no", **options},
     )
-    return Trainer(model=model, args=arguments, train_dataset=data)
+    return Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=data[:16])
 
 
 def trained(

@@ -202,7 +202,9 @@ EVERYTHING = LocalSGD(
 )
 
 
-def resume(rank: int, world_size: int, average: LocalSGD, stop_after: int, looks: bool = False) -> tuple[str, str]:
+def resume(
+    rank: int, world_size: int, average: LocalSGD, stop_after: int, looks: bool = False, model_last: bool = False
+) -> tuple[str, str]:
     """looks: whether there is another forward before the state is taken, in which a round may come and end."""
     module, ddp, state, optimizer = attached(average)
     train(ddp, optimizer, rank, range(stop_after))
@@ -213,17 +215,62 @@ def resume(rank: int, world_size: int, average: LocalSGD, stop_after: int, looks
     train(ddp, optimizer, rank, range(stop_after, STEPS))
     resumed, ddp, state, optimizer = attached(average)
     saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-    resumed.load_state_dict(saved["model"])
+    loads: list[tuple[str, Any]] = [("model", resumed), ("comm", state)]
+    for name, into in reversed(loads) if model_last else loads:
+        into.load_state_dict(saved[name])
     optimizer.load_state_dict(saved["optimizer"])
-    state.load_state_dict(saved["comm"])
     train(ddp, optimizer, rank, range(stop_after, STEPS))
     return digest_of(module), digest_of(resumed)
 
 
 @pytest.mark.parametrize(("stop_after", "nodes"), [(5, (2, 1)), (7, (2, 2)), (6, (1, 1))], ids=["2+1", "2x2", "1+1"])
 def test_resuming_in_the_middle_of_a_period_changes_no_bit(stop_after: int, nodes: Sequence[int]) -> None:
-    for went_on, resumed in run(resume, sum(nodes), EVERYTHING, stop_after, nodes=nodes):
-        assert went_on == resumed
+    for model_last in (False, True):
+        for went_on, resumed in run(resume, sum(nodes), EVERYTHING, stop_after, False, model_last, nodes=nodes):
+            assert went_on == resumed
+
+
+def load_others(rank: int, world_size: int, average: LocalSGD, what: str) -> tuple[str, str, int]:
+    """Load others while a round is under way; return digests of these and of what is there then, and its rounds."""
+    module, ddp, state, optimizer = attached(average)
+    train(ddp, optimizer, rank, range(average.start_step + average.period + 1))
+    assert state.state_dict()["rounds"]["underway"]
+    part = module.layers[0] if what == "a part" else ddp
+    part.load_state_dict({name: torch.full_like(value, 0.125) for name, value in part.state_dict().items()})
+    loaded, left = digest_of(module), state.state_dict()["rounds"]["underway"]
+    if what == "average":
+        state.average_parameters()
+    optimizer.param_groups[0]["lr"] = 0.0
+    train(ddp, optimizer, rank, range(average.delay + 1))
+    return loaded, digest_of(module), len(left)
+
+
+@pytest.mark.parametrize("what", ["all of it", "average", "a part"])
+def test_a_round_under_way_does_not_change_what_the_model_has_loaded_since(what: str) -> None:
+    for average in (LocalSGD(period=4, outer=NESTEROV, delay=2), LocalSGD(period=5, delay=3, compressor=OneBit())):
+        for loaded, there, left in run(load_others, 2, average, what, nodes=(1, 1)):
+            assert there == loaded
+            assert left == 0
+
+
+def load_and_go_back(rank: int, world_size: int) -> list[str]:
+    """As for a test with averaged weights; return digests of a run without one and of one with."""
+    digests = []
+    for looks in (False, True):
+        module, ddp, _, optimizer = attached(EVERYTHING)
+        for step in range(STEPS):
+            train(ddp, optimizer, rank, [step])
+            if looks:
+                own = {name: value.clone() for name, value in module.state_dict().items()}
+                module.load_state_dict({name: torch.zeros_like(value) for name, value in own.items()})
+                module.load_state_dict(own)
+        digests.append(digest_of(module))
+    return digests
+
+
+def test_a_round_under_way_arrives_where_the_model_has_gone_back_to_its_own() -> None:
+    for without, looked in run(load_and_go_back, 2, nodes=(1, 1)):
+        assert without == looked
 
 
 @pytest.mark.parametrize("stop_after", [4, 5, 6])

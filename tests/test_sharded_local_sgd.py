@@ -81,3 +81,19 @@ def attach_over_unlike_nodes(rank: int, world_size: int) -> str:
 def test_replicas_of_some_shards_inside_a_node_are_refused_on_every_rank() -> None:
     for message in run(attach_over_unlike_nodes, 4, nodes=((0, 1, 2), (3,))):
         assert "the replicas of some shards are on 1 and of others on 2 nodes; shard inside nodes" in message
+
+
+def load_others(rank: int, world_size: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    model, state, optimizer = attached(LocalSGD(period=3, outer=NESTEROV, delay=2))
+    start = copy.deepcopy(model.state_dict())
+    train(model, optimizer, rank, range(4))
+    assert state.state_dict()["rounds"]["underway"]
+    model.load_state_dict(start)
+    loaded = local(model)
+    state.average_parameters()
+    return loaded, local(model)
+
+
+def test_a_round_under_way_does_not_change_what_the_model_has_loaded_since() -> None:
+    for loaded, there in run(load_others, 4, nodes=NODES):
+        assert all(torch.equal(a, b) for a, b in zip(loaded, there, strict=True))

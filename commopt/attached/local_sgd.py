@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 from weakref import finalize, ref
@@ -90,11 +91,16 @@ class ParameterAverages:
         self._first_round: Agreement | None = None
         self._looked = False  # whether nodes were seen to learn by themselves
         self._left_as: str | None = None  # the digest of the parameters that a state was taken of, until it is compared
+        self._sent_of: str | None = None  # that of those a round is under way for, once the model loads others
         if not self._anchored:
             _require_float32_holds(average, read())
         if module is not None:  # before FSDP's own, which gathers the parameters
-            hook = module.register_forward_pre_hook(_TurnBeforeForward(self), prepend=True)
-            self._forget_module = finalize(self, hook.remove)
+            hooks = ExitStack()
+            turn, note = _TurnBeforeForward(self, ParameterAverages.take_turn), _Hook(self, ParameterAverages.note_load)
+            hooks.callback(module.register_forward_pre_hook(turn, prepend=True).remove)
+            for part in module.modules():  # each may be loaded by itself
+                hooks.callback(part.register_load_state_dict_pre_hook(note).remove)
+            self._forget_module = finalize(self, hooks.close)
             self._forget_module.atexit = False
 
     @property
@@ -135,6 +141,7 @@ class ParameterAverages:
             return
         if self._left_as is not None and client.team.node_count > 1:
             self._compare_with_state(client)
+        self._drop_if_replaced()
         if self._turn == steps:
             return
         begins = not self._anchored and steps >= average.start_step
@@ -187,6 +194,7 @@ class ParameterAverages:
         agreement = client.agree(f"{call}, {self._numel_in_words()}")
         agreement.wait()
         with self._boundary.inside(call):
+            self._drop_if_replaced()
             for fragment in list(self._underway):
                 self._land(fragment)
             self._take_mean(client, agreement)
@@ -345,6 +353,29 @@ class ParameterAverages:
                 flight.bucket.put(values)
         self.times += bool(flights)
 
+    def note_load(self) -> None:
+        """Take note that the model is about to load parameters, while a round of those it has is under way.
+
+        Not between load_state_dict and the first turn: there the round is the checkpoint's, as the parameters will be.
+        """
+        if self._underway and self._sent_of is None and self._left_as is None:
+            self._sent_of = digest_of(self._read())
+
+    def _replaced(self) -> bool:
+        """Return whether the model has loaded others than it had; it may have gone back to these, as after a test."""
+        return self._sent_of is not None and self._sent_of != digest_of(self._read())
+
+    def _drop_if_replaced(self) -> None:
+        """Drop what is under way if it would change parameters that are gone.
+
+        Nodes have agreed on it all the same: their next deltas are to that.
+        """
+        if self._replaced():
+            for flight in [flight for flights in self._underway.values() for flight in flights]:
+                flight.end()  # its memory is in use until then
+            self._underway.clear()
+        self._sent_of = None
+
     def _buckets(self, fragment: int) -> list[tuple[ParameterBucket, Aggregator]]:
         """Return what travels in a round, and by what: buffers with the last fragment, always exactly."""
         average, tensors, pieces = self._average, self._tensors(fragment), self._pieces
@@ -376,7 +407,8 @@ class ParameterAverages:
         Also the optimizer steps, those before the last turn, and a digest of the parameters.
         """
         self.optimizer_steps.update()
-        flights = [flight for flights in self._underway.values() for flight in flights]
+        underway = {} if self._replaced() else self._underway
+        flights = [flight for flights in underway.values() for flight in flights]
         differ = self.client is not None and self.client.team.node_count > 1
         counted = {"steps": self.steps, "parameters": digest_of(self._read()) if differ else ""}
         counted["turn"] = None if self._turn < 0 else self._turn
@@ -416,7 +448,7 @@ class ParameterAverages:
         """
         self.optimizer_steps.resume(steps)
         self._store = store
-        self._averaged_at = None
+        self._averaged_at = self._sent_of = None
         new: Rounds = (not self._average.parameters.residual_paths, {}, None, None, -1)
         self._anchored, self._underway, self._left_as, self._weights, self._turn = rounds or new
 
@@ -439,26 +471,31 @@ def warn_of_broadcasts(aggregator: Aggregator, ddp: TorchDDP) -> None:
         )
 
 
-class _TurnBeforeForward:
-    """A forward pre-hook of the module DDP wraps; a copy of it, in a copied or saved model, does nothing.
+class _Hook:
+    """A hook of the module DDP wraps, or of a part of it; a copy, in a copied or saved model, does nothing."""
 
-    Unlike the DDP model's it is called under torch.compile, and in any form of registration.
-    """
-
-    def __init__(self, averages: ParameterAverages) -> None:
+    def __init__(self, averages: ParameterAverages, method: Callable[[ParameterAverages], None]) -> None:
         found = ref(averages)
 
         def call_if_alive() -> None:
             alive = found()
             if alive is not None:
-                alive.take_turn()
+                method(alive)
 
         # Traced, it would be compiled anew whenever a counter in it changes.
         self._call: Callable[[], None] | None = torch.compiler.disable(call_if_alive)
 
-    def __call__(self, module: nn.Module, inputs: Any) -> None:
-        if self._call is not None and torch.is_grad_enabled():
+    def __call__(self, module: nn.Module, *inputs: Any) -> None:
+        if self._call is not None:
             self._call()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_call": None}
+
+
+class _TurnBeforeForward(_Hook):
+    """Before a forward. Unlike the DDP model's it is called under torch.compile, and in any form of registration."""
+
+    def __call__(self, module: nn.Module, *inputs: Any) -> None:
+        if torch.is_grad_enabled():
+            super().__call__(module, *inputs)

@@ -4,14 +4,19 @@
 from __future__ import annotations
 
 import logging
+import re
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from secrets import token_hex
+from typing import Any, TypeVar
 from weakref import ref
 
 import torch
 
 from commopt.aggregate import Aggregator
+from commopt.attached.checkpoint import digest
 from commopt.attached.optimizers import stand_for_adam
 from commopt.checkpoint_files import load_whole, save_checkpoint
 from commopt.errors import ConfigurationError
@@ -27,19 +32,25 @@ except ModuleNotFoundError as missing:
     ) from missing
 
 _log = logging.getLogger("commopt")
+_T = TypeVar("_T")
+
+_KEY = "commopt"  # in the Trainer's state; no callback's name, under which the Trainer would look for a class
+_RUN = "run"  # in the state of a rank
+_FILE = re.compile(r"commopt_\d+_of_(\d+)\.pt")
 
 
 class CommoptCallback(TrainerCallback):  # type: ignore[misc]  # its type depends on the version
     """Averages the gradients of `trainer.train` as attach(model, choice, **options) does, with its GradScaler.
 
     Every rank writes its state into the checkpoint's folder, beside its state of random numbers, and reads it there
-    with train(resume_from_checkpoint=...). In a world of another size every rank must see the files of all ranks. A
+    with train(resume_from_checkpoint=...). In a world of another size, and where files are missing, every rank must see
+    those of all ranks that there are. Files of the train() that wrote the checkpoint last count, and no others. A
     further train() continues with the present state if the Trainer keeps its wrapped model; otherwise it begins with
     none. With `adam=` the optimizer of CommState.optimizer replaces the Trainer's AdamW, which must have the same betas
     and eps; set max_grad_norm=0, as directions must not be clipped. With LocalSGD nodes hold different parameters.
-    These are averaged, on all ranks, before the Trainer evaluates and saves, and when training ends. At the start of
-    training, errors of attach and CommState.load_state_dict are raised, and ConfigurationError in another Trainer than
-    the one given here.
+    These are averaged, on all ranks, before the Trainer evaluates and saves, and when training ends without loading
+    the best model. At the start of training, errors of attach and CommState.load_state_dict are raised, and
+    ConfigurationError in another Trainer than the one given here.
 
     comm: the state returned by attach; None before training.
     """
@@ -50,6 +61,7 @@ class CommoptCallback(TrainerCallback):  # type: ignore[misc]  # its type depend
         self._choice = choice
         self._options = options
         self._resumed: str | None = None
+        self._run = ""  # which train() this is; the same on all ranks
         self._attached: ref[torch.nn.Module] | None = None
         train = trainer.train
 
@@ -83,15 +95,66 @@ class CommoptCallback(TrainerCallback):  # type: ignore[misc]  # its type depend
             self.comm.scaler = options["scaler"]
         comm = self.comm
         stand_for_adam(comm, wrapped.parameters())
-        if self._resumed is None:
+        self._begin_or_resume(args, state, comm)
+
+    def _begin_or_resume(self, args: TrainingArguments, state: TrainerState, comm: CommState) -> None:
+        """Give this run a name, the same on all ranks, and load the files of the run that wrote the checkpoint.
+
+        Several runs may have written into its folder, in worlds of several sizes, and any may have been killed then.
+        The Trainer's state names the one whose model is there, as both are written together. Times of files do not:
+        clocks of nodes differ, and a copy has its own. All ranks decide by the same answers.
+        """
+        folder = None if self._resumed is None else Path(self._resumed)
+        files = (
+            [] if folder is None else sorted(file for file in folder.glob("commopt_*") if _FILE.fullmatch(file.name))
+        )
+        mine = [file for file in files if file.name == _name(args)]
+        own, problem = _try(lambda: _of_nodes(_read(mine[0]), comm) if mine else None)
+        wrote = state.stateful_callbacks.get(_KEY, "")
+        answers = comm.membership.exchange(
+            f"train() from step {state.global_step}", problem, begins=token_hex(8), wrote=wrote, own=_run_of(own)
+        )
+        self._run = state.stateful_callbacks[_KEY] = str(answers[0]["begins"])
+        wrote = answers[0]["wrote"]
+        lacking = [rank for rank, each in zip(comm.membership.ranks, answers, strict=True) if each["own"] != wrote]
+        if folder is not None and lacking:
+            self._merge(args, files, wrote, lacking)
+        elif folder is not None:
+            comm.load_from(lambda: own)
+
+    def _merge(self, args: TrainingArguments, files: list[Path], wrote: str, lacking: list[int]) -> None:
+        """Load what the files of one run have, where not all ranks have their own of it."""
+        assert self.comm is not None
+        read, problem = _try(lambda: {file.name: part for file in files if _run_of(part := _read(file)) == wrote})
+        parts = read or {}
+        answers = self.comm.membership.exchange(
+            "the files of a checkpoint", problem, number=len(parts), names=digest(list(parts))
+        )
+        numbers = [each["number"] for each in answers]
+        if not any(numbers):
+            if args.process_index == 0:
+                _log.warning(
+                    "%s was saved without commopt's callback, or the job was killed before any rank had written its "
+                    "state: error feedback starts with nothing",
+                    self._resumed,
+                )
             return
-        files = sorted(Path(self._resumed).glob("commopt_*_of_*.pt"))
-        found = comm.membership.exchange("the files of a checkpoint", number=len(files))
-        if any(answer["number"] for answer in found):
-            own = Path(self._resumed, _name(args))
-            comm.load_from(lambda: _load(own) if own in files else merged_state(map(_load, files)))
-        elif args.process_index == 0:
-            _log.warning("%s was saved without commopt's callback: error feedback starts with nothing", self._resumed)
+        if len({each["names"] for each in answers}) > 1:
+            raise ConfigurationError(
+                f"rank {', '.join(map(str, lacking))} has no file of its own in {self._resumed}, because the world is "
+                f"another one or the job was killed while it saved; and ranks see different files there, "
+                f"{min(numbers)} to {max(numbers)}, which cannot be merged: copy commopt_*_of_*.pt of all nodes into "
+                f"the folder on each, resume from another checkpoint, or delete them all to start with nothing"
+            )
+        size = max(int(_FILE.sub(r"\1", name)) for name in parts)
+        missing = [name for place in range(size) if (name := f"commopt_{place}_of_{size}.pt") not in parts]
+        if missing and args.process_index == 0:
+            _log.warning(
+                "%s has no %s: the job was killed before it was written, or it was deleted; going on from the others",
+                self._resumed,
+                ", ".join(missing),
+            )
+        self.comm.load_from(lambda: merged_state(parts.values()))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Average the parameters of a LocalSGD when the Trainer is about to evaluate or to save."""
@@ -107,8 +170,12 @@ class CommoptCallback(TrainerCallback):  # type: ignore[misc]  # its type depend
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Average the nodes' parameters, so that the model may be evaluated and saved on any node."""
-        self._average()
+        """Average the nodes' parameters, so that the model may be evaluated and saved on any node.
+
+        With load_best_model_at_end the Trainer has just loaded the best model, on every rank.
+        """
+        if not (args.load_best_model_at_end and state.best_model_checkpoint is not None):
+            self._average()
 
     def _average(self) -> None:
         if self.comm is not None and self.comm.nodes_differ:
@@ -125,7 +192,12 @@ class CommoptCallback(TrainerCallback):  # type: ignore[misc]  # its type depend
             )
         # A hyperparameter search keeps its checkpoints elsewhere.
         if self.comm is not None and not args.save_only_model and folder.is_dir():
-            save_checkpoint(self.comm.state_dict(), folder / _name(args))
+            save_checkpoint({**self.comm.state_dict(), _RUN: self._run}, folder / _name(args))
+            if args.process_index == 0:  # which has written the model before: files of another world are of none here
+                for file in folder.glob("commopt_*"):
+                    if (found := _FILE.match(file.name)) and int(found[1]) != args.world_size:
+                        with suppress(OSError):
+                            file.unlink()
 
 
 def _refuse_unwrapped(model: torch.nn.Module) -> None:
@@ -142,5 +214,24 @@ def _name(args: TrainingArguments) -> str:
     return f"commopt_{args.process_index}_of_{args.world_size}.pt"
 
 
-def _load(file: Path) -> Any:
+def _read(file: Path) -> Any:
     return load_whole(file, mmap=True)
+
+
+def _run_of(part: object) -> str | None:
+    """Return which run wrote a part, "" where it does not say; None where it is no part."""
+    return str(part.get(_RUN, "")) if isinstance(part, Mapping) else None
+
+
+def _of_nodes(part: Any, comm: CommState) -> Any:
+    """Return a part that was saved on the same nodes, None for another."""
+    same = isinstance(part, Mapping) and part.get("nodes") == list(comm.membership.team.wire.nodes)
+    return part if same else None
+
+
+def _try(read: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
+    """Return what is read, or why it cannot be: whatever it is, the other ranks must learn of it."""
+    try:
+        return read(), None
+    except Exception as error:
+        return None, error
