@@ -69,6 +69,9 @@ def test_rounds_come_every_so_many_optimizer_steps_and_never_in_an_accumulation(
     assert sum(sent for _, sent in results) == 2 * 2 * 4 * numel  # two rounds, all to and from one node each
 
 
+DROPPED = {"dropped on one node": 2, "dropped at first": 0}
+
+
 def unusual_loops(rank: int, world_size: int, kind: str) -> int:
     ddp = TorchDDP(seeded(Tower))
     state = commopt.attach(ddp, LocalSGD(period=PERIOD))
@@ -92,7 +95,7 @@ def unusual_loops(rank: int, world_size: int, kind: str) -> int:
                 for parameter in ddp.parameters():
                     assert parameter.grad is not None
                     parameter.sub_(0.01 * parameter.grad)
-        elif kind == "two" or not (rank < 2 and step == 2):  # the first node leaves out a step
+        elif kind == "two" or not (rank < 2 and step == DROPPED[kind]):  # by the first node alone
             optimizer.step()
             if kind == "two":
                 optimizer.step()
@@ -100,9 +103,32 @@ def unusual_loops(rank: int, world_size: int, kind: str) -> int:
     return int(state.stats()["parameter_averages"])
 
 
-@pytest.mark.parametrize("kind", ["by hand", "closure", "dropped on one node", "two"])
+@pytest.mark.parametrize("kind", ["by hand", "closure", "two", *DROPPED])
 def test_loops_by_hand_with_closures_and_with_steps_that_one_node_drops(kind: str) -> None:
     assert run(unusual_loops, 4, kind, nodes=NODES) == [3] * 4  # after 2 and 4 steps, and in the end
+
+
+def accumulate_longer(rank: int, world_size: int, clears: str) -> int:
+    """Return how many steps are counted of ten, the first five of one backward and then of three."""
+    ddp = TorchDDP(seeded(Tower))
+    state, optimizer = commopt.attach(ddp, LocalSGD(period=100)), sgd(ddp)
+    for step in range(10):
+        for micro in range(1 if step < 5 else 3):
+            loss = loss_of(ddp, batch_of(rank, step, micro))
+            if micro == 0 and clears == "behind the forward":
+                optimizer.zero_grad()
+            loss.backward()
+        optimizer.step()
+        if clears == "in place":
+            optimizer.zero_grad(set_to_none=False)
+    loss_of(ddp, batch_of(rank, 0))
+    assert state._registration.averages is not None
+    return state._registration.averages.steps
+
+
+@pytest.mark.parametrize("clears", ["in place", "behind the forward"])
+def test_a_longer_accumulation_is_taken_for_dropped_steps_once(clears: str) -> None:
+    assert run(accumulate_longer, 2, clears, nodes=(1, 1)) == [10 + 2] * 2
 
 
 def resume_while_accumulating(rank: int, world_size: int) -> list[int]:

@@ -85,6 +85,7 @@ class OptimizerSteps:
         self._nodes = dict[int, int]()
         self._groups: tuple[object, list[ref[dist.ProcessGroup]]] = (None, [])  # between nodes, of these names
         self._waiting = 0  # averaged backwards that no step has followed yet
+        self._since_step = 0  # those since the last step of an optimizer
         self._usual: deque[int] = deque(maxlen=_REMEMBERED)  # how many averaged backwards the last steps had
         self._by_hand: bool | None = None
         self._clears: bool | None = None  # whether gradients are gone when the first forward of a step begins
@@ -106,13 +107,14 @@ class OptimizerSteps:
     def resume(self, count: int) -> None:
         """Resume after `count` steps."""
         self.count = count
-        self._waiting = 0
+        self._waiting = self._since_step = 0
 
     # ------------------------------------------------------------------------------------- counting
 
     def backward_ended(self, *, shadowed: bool) -> None:
         """Take note of an averaged backward. shadowed: this rank has run out of data and follows others, in join()."""
         self._waiting += 1
+        self._since_step += 1
         self._backwards += 1
         if shadowed:
             if self._waiting >= max(self._usual, default=1):
@@ -129,7 +131,10 @@ class OptimizerSteps:
         if self._waiting == 0:
             if self._clears is None and self._usual:
                 self._clears = self._has_no_gradients()
-        elif any(update_mark(scaler) is not mark for scaler, mark in self._marks) or self._was_dropped():
+        elif any(update_mark(scaler) is not mark for scaler, mark in self._marks) or self._has_no_gradients():
+            self._since_step = 0
+            self._end()
+        elif self._may_be_dropped():
             self._end()
 
     def _is_in_step(self) -> bool:
@@ -138,11 +143,13 @@ class OptimizerSteps:
             self._steps = []
         return bool(self._steps)
 
-    def _was_dropped(self) -> bool:
-        """Return whether a step was dropped, as by loops that leave out what is not finite, without a GradScaler."""
-        if not self._usual:
-            return False
-        return self._has_no_gradients() if self._clears else self._waiting >= max(self._usual)
+    def _may_be_dropped(self) -> bool:
+        """Guess whether a step was dropped, without a GradScaler, in a loop that leaves gradients where they are.
+
+        It zeroes them in place, or clears them behind the forward. As many backwards as the longest of the last steps
+        had are taken for a step. Where gradients are gone before a forward, nothing has to be guessed.
+        """
+        return bool(self._usual) and not self._clears and self._waiting >= max(self._usual)
 
     def _end(self) -> None:
         self._waiting = 0
@@ -201,9 +208,11 @@ class OptimizerSteps:
         if step is not None and step.optimizer is optimizer and self._has_communicated(step):
             self._look_closer(step)
         self._examined.add(optimizer)
-        if self._waiting:
-            self._usual.append(self._waiting)
+        if self._since_step:
+            self._usual.append(self._since_step)  # all of them: what was taken for a dropped step may have been none
             self._by_hand = False
+        self._since_step = 0
+        if self._waiting:
             self._end()
 
     def _has_communicated(self, step: _OptimizerStep) -> bool:
