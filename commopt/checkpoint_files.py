@@ -40,14 +40,12 @@ def save_checkpoint(content: object, path: str | Path) -> None:
     """Write `content` as torch.save does, complete or not at all, with a checksum; torch.load reads it too.
 
     A process that is killed meanwhile, or a machine that goes down, leaves the file that was there, and so does a full
-    disk. That file is kept as `path`.previous, for a disk that damages the new one. One process writes a path: where
-    several do, all but the last raise FileExistsError. Raises OSError when the file cannot be written.
+    disk. That file is kept as `path`.previous, for a disk that damages the new one. Of a symbolic link the file that it
+    points to is written. One process writes a path: where several do, all but the last raise FileExistsError. Raises
+    OSError when the file cannot be written.
     """
-    path = path_of(path)
-    # What a process that was killed has left. If it lives and writes, it finds out when it ends.
-    for leftover in path.parent.glob(f"{glob.escape(path.name)}.*.unfinished"):
-        if _UNFINISHED.fullmatch(leftover.name, len(path.name)):  # of this path, and of no longer one
-            leftover.unlink(missing_ok=True)
+    path = path_of(path).resolve()
+    _remove_unfinished(path)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}-{token_hex(4)}.unfinished")
     kept = path.with_name(f"{path.name}.kept")
     try:
@@ -123,8 +121,39 @@ def from_bytes(data: bytes, name: str) -> Any:
 
 
 def previous(path: Path) -> Path:
-    """Return where the file that was at `path` before is kept."""
+    """Return where the file that was at `path` before is kept: beside the file that a symbolic link points to."""
+    path = path.resolve()
     return path.with_name(f"{path.name}.previous")
+
+
+def identity(path: Path) -> tuple[int, ...] | None:
+    """Return what tells a file from one that takes its place; None where there is none."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def take_over(path: Path) -> tuple[int, ...] | None:
+    """Let a process that has written `path` find another file there, or fail if it is writing; the content stays.
+
+    Returns the identity before.
+    """
+    path = path.resolve()
+    with suppress(OSError):  # the folder, or the file, may be another user's
+        _remove_unfinished(path)
+    before = identity(path)
+    with suppress(OSError):
+        os.utime(path)
+    return before
+
+
+def _remove_unfinished(path: Path) -> None:
+    """Remove what a process that was killed has left. If it lives and writes, it finds out when it ends."""
+    for leftover in path.parent.glob(f"{glob.escape(path.name)}.*.unfinished"):
+        if _UNFINISHED.fullmatch(leftover.name, len(path.name)):  # of this path, and of no longer one
+            leftover.unlink(missing_ok=True)
 
 
 def _is_checked(file: IO[bytes], name: str) -> bool:

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
-from commopt.checkpoint_files import load_whole, previous, save_checkpoint
+from commopt.checkpoint_files import identity, load_whole, previous, save_checkpoint, take_over
 from commopt.command_line import content_of, number, output_file, refuse, whole
 from commopt.errors import CommoptError, ConfigurationError
 from commopt.run.script import Script
@@ -131,28 +132,104 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
 
 def _run_server(options: argparse.Namespace) -> int:
     try:
-        saved = _load(options.checkpoint)
+        checkpoint = _Checkpoint(options.checkpoint, options.every)
         server = Server(
             options.scheduler,
             workers=options.workers,
             host=options.host,
             port=options.port,
             secret=options.secret,
-            state_dict=saved,
+            state_dict=checkpoint.resume,
         )
     except CommoptError as error:
         return refuse("commopt server", error)
-    written = 0 if saved is None else saved["round"]
+    server.on_end = lambda: checkpoint.finish(server)
     with _until_interrupted():
         print(f"commopt server: listening on {options.host}, port {server.port}", flush=True)
         while not server.failure:
-            if options.checkpoint and server.round >= written + options.every:
-                written = _save(server, options.checkpoint)
+            checkpoint.save_if_due(server)
             time.sleep(_LOOK_S)
-    if options.checkpoint and server.round > written:
-        _save(server, options.checkpoint)
     server.close()
-    return _FAILED if server.failure else 0
+    return _FAILED if server.failure or checkpoint.failed else 0
+
+
+class _Checkpoint:
+    """The file that a server resumes from and writes, if it has one.
+
+    Raises ConfigurationError for a damaged file, before the server waits for another one to end.
+
+    failed: whether the last state to be saved is not at the path.
+    """
+
+    def __init__(self, path: Path | None, every: int) -> None:
+        self.failed = self._is_beside = False
+        self._path = path
+        self._every = every
+        self._written = self._tried = 0  # rounds
+        self._lock = Lock()  # a server may end, in another thread, while it saves
+        self._read()
+
+    def _read(self) -> None:
+        self._known = None if self._path is None else identity(self._path)
+        self._saved = _load(self._path)
+
+    def resume(self) -> dict[str, Any] | None:
+        """Return what was saved last, once no other server is there.
+
+        One that was given up, as it stood still, may go on later. It must see that the file is no longer its own.
+        """
+        if self._path is not None:
+            if take_over(self._path) != self._known:
+                self._read()  # the server before has ended only now
+            self._known = identity(self._path)
+        saved, self._saved = self._saved, None
+        self._written = self._tried = 0 if saved is None else saved["round"]
+        return saved
+
+    def save_if_due(self, server: Server) -> None:
+        """Save every so many rounds. A full disk is logged, and the next attempt follows after as many rounds."""
+        if server.round >= self._tried + self._every:
+            self._save(server)
+
+    def finish(self, server: Server) -> None:
+        """Save what is not written yet."""
+        if server.round > self._written:
+            self._save(server)
+
+    def _save(self, server: Server) -> None:
+        """Write the checkpoint, and keep the one before. A kill leaves both files intact."""
+        with self._lock:
+            if self._path is None:
+                return
+            saved = server.state_dict()
+            number = self._tried = int(saved["round"])
+            self.failed = True
+            try:
+                self._path = self._own_path(self._path, number)
+                save_checkpoint(saved, self._path)
+            except OSError as error:
+                _log.error("the checkpoint of round %d could not be written: %s", number, error)
+            except BaseException:
+                self._known = identity(self._path)  # interrupted, perhaps after the file got its name
+                raise
+            else:
+                self._known = identity(self._path)
+                self._written = number
+                self.failed = self._is_beside
+
+    def _own_path(self, path: Path, number: int) -> Path:
+        """Return a path where no other server has written, or taken over, what this one has read or written last."""
+        while (found := identity(path)) is not None and found != self._known:
+            beside = path.resolve().with_name(f"{path.name}.round-{number}")
+            _log.error(
+                "%s is no longer the file that this server has read or written: another one goes on from it. It stays, "
+                "and round %d is written to %s; resume from the one to keep",
+                path,
+                number,
+                beside,
+            )
+            path, self._known, self._is_beside = beside, None, True
+        return path
 
 
 def _load(path: Path | None) -> dict[str, Any] | None:
@@ -167,19 +244,6 @@ def _load(path: Path | None) -> dict[str, Any] | None:
         instead = f"put {before} in its place, or move it away to start anew" if before.exists() else "move it away"
         raise ConfigurationError(f"{path} cannot be read: {why}; {instead}") from None
     return dict(saved)
-
-
-def _save(server: Server, path: Path) -> int:
-    """Write the checkpoint, keep the one before, and return the round. A kill leaves both files intact.
-
-    A full disk is logged, and the next attempt follows after as many rounds.
-    """
-    saved = server.state_dict()
-    try:
-        save_checkpoint(saved, path)
-    except OSError as error:
-        _log.error("the checkpoint of round %d could not be written: %s", saved["round"], error)
-    return int(saved["round"])
 
 
 # ------------------------------------------------------------------------------------------- worker

@@ -109,7 +109,10 @@ def test_a_server_that_fails_says_why() -> None:
 
 
 def test_a_full_disk_does_not_end_the_server() -> None:
-    assert verdict("diskfull", WELL, WELL, WELL, SERVER, of=OF_SERVER).ok
+    unsaved = replace(SERVER, status=1)
+    assert verdict("diskfull", WELL, WELL, WELL, unsaved, of=OF_SERVER).ok
+    found = verdict("diskfull", WELL, WELL, WELL, SERVER, of=OF_SERVER)
+    assert (found.outcome, found.said) == ("unnamed error", "the server ended with status 0 after its script")
     assert not verdict("diskfull", error(), error(), error(), counting(24), of=OF_SERVER).ok
 
 

@@ -17,7 +17,7 @@ import torch
 
 import commopt
 from commopt import ConfigurationError
-from commopt.checkpoint_files import from_bytes, load_checkpoint, save_checkpoint, to_bytes
+from commopt.checkpoint_files import from_bytes, identity, load_checkpoint, save_checkpoint, take_over, to_bytes
 from commopt.server.shared import require_saved
 from tests.speed import limit
 
@@ -253,6 +253,39 @@ def test_two_that_write_one_path_are_told(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(FileExistsError, match="another process at the same time: let one rank write it"):
         save_checkpoint({"step": 3}, path)
     assert is_new(load_checkpoint(path))
+
+
+def test_who_takes_over_ends_a_save_that_is_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, fsync = tmp_path / "training.pt", os.fsync
+    assert take_over(path) is None
+    save_checkpoint(OLD, path)
+    before = identity(path)
+
+    def while_another_takes_over(handle: int) -> None:
+        monkeypatch.setattr(os, "fsync", fsync)
+        assert take_over(path) == before
+
+    monkeypatch.setattr(os, "fsync", while_another_takes_over)
+    with pytest.raises(FileExistsError, match="another process at the same time"):
+        save_checkpoint(NEW, path)
+    assert identity(path) != before
+    assert load_checkpoint(path)["step"] == 1
+
+
+@pytest.mark.parametrize("target", ["../big/training.pt", "nothing yet.pt"])
+def test_of_a_link_the_file_is_written(tmp_path: Path, target: str) -> None:
+    for name in ("big", "run"):
+        (tmp_path / name).mkdir()
+    link = tmp_path / "run" / "training.pt"
+    link.symlink_to(target)
+    file = link.resolve()
+    save_checkpoint(OLD, link)
+    save_checkpoint(NEW, link)
+    assert link.is_symlink()
+    assert is_new(load_checkpoint(file))
+    assert sorted(each.name for each in file.parent.iterdir() if each != link) == [file.name, f"{file.name}.previous"]
+    file.write_bytes(b"")
+    assert load_checkpoint(link)["step"] == 1  # the one before is found by way of the link too
 
 
 def test_two_paths_that_begin_alike_are_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

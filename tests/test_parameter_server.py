@@ -14,9 +14,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -37,15 +38,17 @@ from commopt import (
     ParameterServer,
     TransportError,
     UnsupportedTensorError,
+    server_commands,
 )
 from commopt.compress import DGC, Cast, Compressor, Quantize
 from commopt.feedback import Layout
 from commopt.groups import gloo
 from commopt.server import Scheduler, Server, Worker
+from commopt.server import worker as worker_module
 from commopt.server.connection import _open as connections
 from commopt.server.ranks import WorkerRanks
 from commopt.server.rounds import window_s
-from commopt.server.scheduler import ServerRegistration, find_server
+from commopt.server.scheduler import ServerRegistration, connect_to_scheduler, find_server
 from commopt.server.shared import SharedParameters
 from tests.hook_training import Tower, digest_of, seeded
 from tests.ranks import run
@@ -156,6 +159,38 @@ def node_and_worker(rank: int, world_size: int) -> tuple[str, int]:
         worker.close()
         train(model, optimizer_of(module), rank, range(3))  # as if it had never joined
         return found
+
+
+def with_a_mistake_on_one_rank(rank: int, world_size: int) -> list[str]:
+    """Return the errors of this rank where the other one has another setting, a worker already, or an option."""
+    errors = []
+    with hosted_by_first(rank, 1) as (address, _):
+        free, taken = TorchDDP(seeded(Tower)), TorchDDP(seeded(Tower))
+        if rank == 1:
+            worker_module._attached[taken.module] = object()  # type: ignore[assignment]
+        tries: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = [
+            (free, {"period": 2 + rank}, {}),
+            (free, {"compressor": None if rank else OneBit()}, {}),
+            (taken, {}, {}),
+            (free, {}, {"timeout": 5} if rank else {}),
+        ]
+        for model, settings, options in tries:
+            with pytest.raises((MismatchError, ConfigurationError)) as caught:
+                commopt.attach(model, ParameterServer(address, **settings), **options)
+            errors.append(str(caught.value))
+        assert commopt.attach(free, ParameterServer(address)).round == 0
+    return errors
+
+
+def test_a_mistake_of_one_rank_of_a_worker_is_raised_on_all() -> None:
+    first, second = run(with_a_mistake_on_one_rank, 2)
+    assert first[:2] == second[:2]
+    assert first[0].startswith("ranks disagree about period: rank 1 has 3, rank 0 has 2")
+    assert first[1].startswith("ranks disagree about compressor: rank 1 has None, rank 0 has OneBit(")
+    for theirs, mine, said in zip(first[2:], second[2:], ("is a worker already", "takes no options"), strict=True):
+        assert said in mine
+        assert theirs.startswith("rank 1 cannot take part in")
+        assert mine in theirs
 
 
 def failing_leader(rank: int, world_size: int) -> str:
@@ -294,6 +329,17 @@ def test_who_gives_no_sign_of_life_is_gone() -> None:
         learn(silent, 1e-3)
         with pytest.raises(TransportError, match="continues without this worker: gave no sign of life for 3 s"):
             silent_worker.push()
+
+
+def test_a_server_that_gives_no_sign_of_life_is_lost() -> None:
+    """As one whose process stands still, whatever its other threads could send."""
+    with hosted(2, timeout=1.0) as server:
+        (module, worker), _ = both_joined(server, period=BY_HAND)
+        server._peers[worker.number].channel.send_heartbeat = lambda **_: None  # type: ignore[method-assign]
+        learn(module, 1e-3)
+        worker.push()
+        with pytest.raises(TransportError, match="the parameter server is lost: gave no sign of life for 1 s"):
+            worker.pull()
 
 
 def test_without_scheduler_all_of_them_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -863,6 +909,49 @@ def test_a_worker_that_waits_for_a_server_gets_its_checkpoint(monkeypatch: pytes
     scheduler.close()
 
 
+@pytest.mark.parametrize("failure", ["", "its rounds have failed"])
+def test_a_server_that_waits_for_another_resumes_from_what_that_saves_last(failure: str) -> None:
+    """However that one ends: while it saves, no other server can take its place."""
+    saved, asks = list[dict[str, Any]](), "commopt.server.scheduler.connect_to_scheduler"
+
+    def save() -> None:
+        learn(module, 1e-3)
+        worker.push()
+        until(lambda: first.stats()["memory_nbytes"]["deltas"] > 0)
+        saved.append(first.state_dict())  # without this delta, whose worker hears that the server has ended
+
+    with hosted() as first, ThreadPoolExecutor() as pool:
+        module, worker = joined(address_of(first), period=BY_HAND)
+        learn(module, 1e-3)
+        worker.push()
+        worker.pull()
+        first.on_end = save
+        with patch(asks, wraps=connect_to_scheduler) as asked:
+            coming = pool.submit(Server, address_of(first), state_dict=lambda: saved[-1])
+            until(lambda: asked.call_count > 1)  # so it was told to wait
+        ending = pool.submit(first.close, failure)
+        until(first._ending.is_set)
+        first.close()  # waits for the end of the other call
+        assert len(saved) == 1
+        ending.result()
+        second = coming.result()
+        module, worker = joined(address_of(first), period=BY_HAND)
+        assert worker.round == 1
+        second.close()
+
+
+def test_a_server_that_cannot_read_its_state_leaves_the_place_to_another() -> None:
+    scheduler = Scheduler(timeout=limit(20))
+    for wrong, error in ((full, OSError), (lambda: {"round": 1}, ConfigurationError)):
+        threads = own_threads()
+        with pytest.raises(error):
+            Server(scheduler.address, state_dict=wrong)
+        until(lambda: not scheduler.present)
+        until(lambda: own_threads() == threads)  # noqa: B023
+    Server(scheduler.address, state_dict=lambda: None).close()
+    scheduler.close()
+
+
 # ------------------------------------------------------------------------------------- command lines
 
 BEFORE = """
@@ -942,24 +1031,139 @@ def saved_round(path: Path) -> int:
     return found
 
 
+def full(*_: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
 def test_a_checkpoint_that_cannot_be_written_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from commopt import server_commands
-
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
+    """The next attempt follows after as many rounds, and at the end."""
+    path = tmp_path / "model.pt"
+    checkpoint = server_commands._Checkpoint(path, 2)
     with hosted() as server:
         module, _worker = joined(address_of(server), period=1)
-        learn(module, 1e-3)
-        assert server_commands._save(server, tmp_path / "model.pt") == 1
-        learn(module, 1e-3)
-        monkeypatch.setattr("torch.save", full)
-        server_commands._save(server, tmp_path / "model.pt")
-        assert "the checkpoint of round 2 could not be written: [Errno 28] No space left" in caplog.text
-    assert saved_round(tmp_path / "model.pt") == 1
-    assert [each.name for each in tmp_path.iterdir()] == ["model.pt"]
+        for rounds in range(1, 6):
+            learn(module, 1e-3)
+            with monkeypatch.context() as patched:
+                if rounds == 4:
+                    patched.setattr("torch.save", full)
+                checkpoint.save_if_due(server)
+            assert (path.exists() and saved_round(path)) == (0, 2, 2, 2, 2)[rounds - 1]
+            assert checkpoint.failed == (rounds in (4, 5))
+        assert caplog.text.count("could not be written") == 1
+        assert "the checkpoint of round 4 could not be written: [Errno 28] No space left" in caplog.text
+        checkpoint.finish(server)
+    assert not checkpoint.failed
+    assert saved_round(path) == 5
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["model.pt", "model.pt.previous"]
+
+
+@pytest.mark.parametrize("room_again", [True, False])
+def test_a_server_whose_last_state_is_in_no_file_fails(
+    room_again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, stopped = tmp_path / "model.pt", threading.Event()
+    scheduler = Scheduler(timeout=limit(20))
+
+    def until_stopped(_: float) -> None:
+        if stopped.wait(0.01):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(server_commands, "_until_interrupted", lambda: suppress(KeyboardInterrupt))
+    monkeypatch.setattr(server_commands, "time", SimpleNamespace(sleep=until_stopped))
+    with ThreadPoolExecutor() as pool:
+        options = ["server", "--scheduler", scheduler.address, "--checkpoint", str(path), "--every", "1"]
+        status = pool.submit(commopt.__main__.main, options)
+        module, worker = joined(scheduler.address, period=1)
+        with monkeypatch.context() as patched:
+            patched.setattr("torch.save", full)
+            learn(module, 1e-3)
+            worker.close()
+            until(lambda: "the checkpoint of round 1 could not be written" in caplog.text)
+            if not room_again:
+                stopped.set()
+                status.result()
+        stopped.set()
+        assert status.result() == int(not room_again)
+    assert path.exists() == room_again
+    scheduler.close()
+
+
+class Rounds:
+    """A server as its checkpoint sees it."""
+
+    def __init__(self, number: int) -> None:
+        self.round = number
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"round": self.round, "done": 1.0, "parameters": {"w": torch.ones(2)}, "momentum": {}}
+
+
+def checkpoint_at(path: Path, begun: int, *, every: int = 1) -> Any:
+    """Return the checkpoint of a server that has resumed from round `begun`."""
+    checkpoint: Any = server_commands._Checkpoint(path, every)
+    found = checkpoint.resume()
+    assert (0 if found is None else found["round"]) == begun
+    return checkpoint
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_server_that_was_given_up_leaves_the_file_to_the_next(
+    trained: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also if the next one has only read it."""
+    path, beside = tmp_path / "model.pt", tmp_path / "model.pt.round-7"
+    first = checkpoint_at(path, 0)
+    first.save_if_due(Rounds(5))
+    second = checkpoint_at(path, 5)
+    if trained:
+        second.save_if_due(Rounds(30))
+    first.save_if_due(Rounds(7))
+    assert first.failed
+    assert f"{path} is no longer the file that this server has read or written" in caplog.text
+    assert f"round 7 is written to {beside}" in caplog.text
+    first.finish(Rounds(8))
+    assert saved_round(path) == (30 if trained else 5)
+    assert saved_round(beside) == 8
+    second.save_if_due(Rounds(40))
+    assert not second.failed
+    assert saved_round(path) == 40
+    names = ["model.pt", "model.pt.previous", "model.pt.round-7", "model.pt.round-7.previous"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == names
+
+
+def test_what_the_server_before_saves_last_is_resumed_from(tmp_path: Path) -> None:
+    """Though a damaged file is found before the server waits for its turn."""
+    first = checkpoint_at(tmp_path / "model.pt", 0)
+    first.save_if_due(Rounds(5))
+    waiting = server_commands._Checkpoint(tmp_path / "model.pt", 10)
+    first.finish(Rounds(8))
+    found = waiting.resume()
+    assert found is not None
+    assert found["round"] == 8
+    waiting.save_if_due(Rounds(17))  # type: ignore[arg-type]
+    assert saved_round(tmp_path / "model.pt") == 8
+    waiting.save_if_due(Rounds(18))  # type: ignore[arg-type]
+    assert saved_round(tmp_path / "model.pt") == 18
+
+
+def test_a_save_that_is_interrupted_after_the_file_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is still this server's."""
+    checkpoint = checkpoint_at(tmp_path / "model.pt", 0)
+
+    def interrupted(_: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("commopt.checkpoint_files.sync_folder", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.save_if_due(Rounds(5))
+    checkpoint.finish(Rounds(5))
+    assert not checkpoint.failed
+    assert not list(tmp_path.glob("*.round-*"))
 
 
 @pytest.mark.parametrize(

@@ -397,6 +397,110 @@ def test_workers_that_stand_still_do_not_keep_others_out() -> None:
         assert ones.server.workers == [worker.number]
 
 
+# ------------------------------------------------------------------------------------- while the server is busy
+
+
+def received(ones: Good, liar: Liar) -> int:
+    """Return the number of frames that the server has received from a worker."""
+    peer = ones.server._peers.get(liar.number)
+    return 0 if peer is None else peer.channel._received
+
+
+def test_while_a_round_closes_workers_hear_heartbeats_and_are_received() -> None:
+    """However long it takes: one that trains, one that waits for the parameters, and one that comes only now."""
+    with good(timeout=limit(1.0)) as ones:
+        trains = Liar(ones)
+        trains.link.start_heartbeat()
+        trains.pull(ones)
+        waits = Liar(ones)  # for the next round
+        waits.link.start_heartbeat()
+        waits.ask(ones)
+        channels = ones.server._listener._channels
+        with ones.server._changed:  # as who closes a round
+            sent = {each: each._sent for each in list(channels)}
+            comes = Liar(ones, joins=False)
+            comes.link.send_json(**comes.facts)
+            until(lambda: len(channels) == 4 and all(each._sent > sent.get(each, 0) + 1 for each in list(channels)))
+            assert all(each._received for each in channels)
+            before = received(ones, trains)
+            trains.push(values())
+            until(lambda: received(ones, trains) >= before + 2)
+        assert "number" in comes.link.receive_json()
+        for each in (trains, waits, comes):
+            each.link.close()
+
+
+def test_a_worker_that_sends_its_parameters_for_long_hears_heartbeats_and_is_received() -> None:
+    """Also when another one has been faster, and its rounds close."""
+    with without_a_model(limit(1.0)) as ones:
+        slow = Liar(ones)
+        slow.link.start_heartbeat()
+        assert slow.link.receive()[0] == HEARTBEAT
+        until(lambda: ones.server._upload is None or ones.server._upload.number == slow.number)
+        worker = commopt.attach(nn.Linear(WIDTH, WIDTH), ones.settings)
+        with ones.server._changed:
+            before = received(ones, slow)
+            for half in values().split(NUMEL // 2):
+                slow.link.send_tensor(half)
+            until(lambda: received(ones, slow) >= before + 2)
+        slow.link.close()
+        worker.close()
+
+
+def test_nothing_follows_a_part_of_a_frame() -> None:
+    """Who sends next, a heartbeat or a tensor, gets the error of the one before."""
+    sent: list[bytes] = []
+
+    def breaks(body: bytes) -> None:
+        sent.append(body)
+        raise TimeoutError
+
+    with good() as ones:
+        liar = Liar(ones)
+        liar.link._out = Tap(breaks)  # type: ignore[assignment]
+        for send in (liar.link.send_heartbeat, liar.link.send_json):
+            with pytest.raises(TransportError, match="accepted no data within the time limit"):
+                send()
+        assert len(sent) == 1
+        liar.link.close()
+
+
+class Reset(SecureChannel):
+    """A connection that is reset before the first answer."""
+
+    def __init__(self) -> None:
+        """Without a socket."""
+
+    def send_json(self, **_: Any) -> None:
+        raise TransportError("reset")
+
+    def end(self, why: str, kind: str = "") -> None:
+        """Tell nobody."""
+
+
+def test_a_registration_that_is_reset_at_once_keeps_nobody_out() -> None:
+    scheduler = Scheduler()
+    scheduler._handle_server(Reset(), {"host": "", "port": 1}, "127.0.0.1")
+    assert scheduler._server is None
+    Server(scheduler.address).close()
+    scheduler.close()
+
+
+def test_the_list_is_empty_before_another_server_registers(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler, seen = Scheduler(), list[bool]()
+    remove = scheduler._remove
+
+    def look(number: int, why: str) -> None:
+        seen.append(scheduler._server is not None)
+        remove(number, why)
+
+    monkeypatch.setattr(scheduler, "_remove", look)
+    Server(scheduler.address).close()
+    until(lambda: scheduler._server is None)
+    assert seen == [True]
+    scheduler.close()
+
+
 # ------------------------------------------------------------------------------------- strangers
 
 
@@ -434,8 +538,8 @@ def test_by_the_secret_they_find_each_other(monkeypatch: pytest.MonkeyPatch) -> 
 class Tap:
     """Keeps what would be sent."""
 
-    def __init__(self, sent: list[bytes]) -> None:
-        self.sendall = sent.append
+    def __init__(self, sendall: Callable[[bytes], None]) -> None:
+        self.sendall = sendall
 
     def close(self) -> None:
         """Nothing to close."""
@@ -461,7 +565,7 @@ def test_frames_are_signed_and_counted() -> None:
         got.clear()
         link = connect("127.0.0.1", listener.port, SECRET, 5.0, 5.0)
         sent: list[bytes] = []
-        link._out = Tap(sent)  # type: ignore[assignment]
+        link._out = Tap(sent.append)  # type: ignore[assignment]
         link.send_json(a=1)
         link.send_json(a=2)
         changed = bytearray(sent[1])

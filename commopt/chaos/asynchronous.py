@@ -82,7 +82,9 @@ def _unnamed(run: RunRecord, rank: int) -> str:
     if mine.noticed_s is None:
         return f"{_name(run, rank)} died without a word, with status {mine.status}"
     if not mine.error:
-        return "" if mine.status == 0 else f"{_name(run, rank)} ended with status {mine.status} after its script"
+        unsaved = run.fault == "diskfull" and rank == run.victim == run.server  # its last state is in no file
+        said = f"{_name(run, rank)} ended with status {mine.status} after its script"
+        return "" if mine.status == int(unsaved) else said
     if rank == run.victim and fault.cause:
         says = re.search(fault.cause, mine.error)
         return "" if says else f"{_name(run, rank)} does not say why: {gist(mine.error)}"

@@ -84,7 +84,10 @@ def attach(model: nn.Module, choice: Aggregator | Preset | str | ParameterServer
     if not isinstance(choice, (Aggregator, Preset, str)) and hasattr(choice, "attach"):  # nobody else loads its class
         if options or given != AttachOptions() or _is_sharded(ddp):
             what = "is for a plain module or a DDP model, and attach takes no options with it"
-            raise ConfigurationError(f"{choice!r} {what}; pass them to ParameterServer(...)")
+            refused = ConfigurationError(f"{choice!r} {what}; pass them to ParameterServer(...)")
+            if isinstance(ddp, TorchDDP):  # a mistake of one rank is raised on all of them
+                LaneClient.join("Worker", ddp.process_group, None, None, refused)
+            raise refused
         return choice.attach(ddp)
     if (sharded := next((each for each in (ddp, model) if _is_sharded(each)), None)) is not None:
         from commopt.sharded import attach_sharded

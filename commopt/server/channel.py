@@ -71,6 +71,7 @@ class SecureChannel:
         self._receiving = Lock()
         self._closing = Event()
         self._ended = False
+        self._broken: TransportError | None = None  # why nothing more can be sent
         self._process = os.getpid()
         self.peer = connection.getpeername()
         self.set_timeout(silence_s)
@@ -115,7 +116,7 @@ class SecureChannel:
         """
 
         def beat() -> None:
-            with suppress(TransportError):  # the receiving thread gets the same error
+            with suppress(TransportError):  # whoever sends or receives next gets it too
                 while not self._closing.wait(self._silence_s / HEARTBEATS_PER_TIMEOUT):
                     before()
                     self.send_heartbeat()
@@ -123,6 +124,8 @@ class SecureChannel:
         Thread(target=beat, name="commopt-beat", daemon=True).start()
 
     def _send(self, kind: int, body: bytes | memoryview) -> None:
+        if self._broken is not None:  # a part of a frame may be on its way, which nothing can follow
+            raise TransportError(str(self._broken))
         head = _HEAD.pack(kind, len(body))
         signed = self._signs.copy()
         signed.update(_COUNT.pack(self._sent) + head)
@@ -131,7 +134,8 @@ class SecureChannel:
         try:
             self._out.sendall(b"".join((head, body, signed.digest()[:_TAG_NBYTES])))
         except OSError as error:
-            raise _broken(error) from None
+            self._broken = _broken(error)
+            raise self._broken from None
 
     # ------------------------------------------------------------------------------------- receiving
 

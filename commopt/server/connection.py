@@ -98,6 +98,7 @@ class ServerConnection:
     def ask(self, kind: str, **request: Any) -> None:
         """Send a request."""
         self._require_alive()
+        self._status = {}  # of the request before
         try:
             self._channel.send_json(kind=kind, **request)
         except TransportError as error:
@@ -178,10 +179,10 @@ class ServerConnection:
         try:
             while True:
                 kind, body = self._channel.receive()
-                if kind == HEARTBEAT:
-                    self._status = parse_json(body)
-                else:
+                if kind != HEARTBEAT:
                     self._enqueue(kind, body)
+                elif len(body):
+                    self._status = parse_json(body)
         except EndedError as error:
             self._mark_lost(str(error), error.kind)
         except Exception as error:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from threading import Event, Thread
 from typing import Any
 
@@ -28,13 +28,23 @@ class WorkerRanks:
 
     group: process group of a DDP model; None for a single process.
     device: device whose tensors the group can send; None: the CPU.
+    settings: what the ranks compare. Raises MismatchError on all of them when it differs.
+    problem: the error of this rank, which raises it; the others raise a ConfigurationError that names it.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        device: torch.device | None = None,
+        settings: Mapping[str, str] | None = None,
+        problem: Exception | None = None,
+    ) -> None:
         self._group = None if group is None or group.size() == 1 else group
         self._device = torch.device("cpu") if device is None else device
         self.is_first = group is None or group.rank() == 0
-        self._client = None if self._group is None else LaneClient.join("Worker", self._group, None, None)
+        self._client: LaneClient | None = None
+        if self._group is not None:
+            self._client = LaneClient.join("Worker", self._group, None, None, problem, meets=True, **(settings or {}))
 
     def close(self) -> None:
         """Watch no more."""

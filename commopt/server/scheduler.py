@@ -105,14 +105,15 @@ class Scheduler:
                 # A server on this machine has the scheduler's own address for others.
                 self._at = (host or ("" if is_loopback(address) else address), port)
                 self._server = channel
-        channel.send_json(timeout=self._timeout_s, taken=taken)
         if taken:
+            channel.send_json(timeout=self._timeout_s, taken=True)
             return
-        channel.set_timeout(self._timeout_s)
-        channel.start_heartbeat()
-        self._add(SERVER, SERVER_NUMBER)
         why = "has ended"
         try:
+            channel.send_json(timeout=self._timeout_s, taken=False)
+            channel.set_timeout(self._timeout_s)
+            channel.start_heartbeat()
+            self._add(SERVER, SERVER_NUMBER)
             while True:
                 words = channel.receive_json(_REQUEST_NBYTES)
                 number = words.get("number")
@@ -129,10 +130,10 @@ class Scheduler:
             why = reason(error)
         finally:
             channel.end(why)
-            with self._lock:
+            with self._lock:  # whoever registers next comes to an empty list
+                for number in sorted(self.present, reverse=True):
+                    self._remove(number, why if number == SERVER_NUMBER else f"so is its server: {why}")
                 self._server = None
-            for number in sorted(self.present, reverse=True):
-                self._remove(number, why if number == SERVER_NUMBER else f"so is its server: {why}")
 
     def _add(self, role: str, number: int) -> None:
         self.present[number] = role

@@ -7,7 +7,7 @@ import atexit
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from threading import Condition, Event, Lock, Thread
@@ -76,7 +76,10 @@ class Server:
     host: address to listen on. Any but a loopback address needs a secret.
     port: port to listen on; 0: any free port.
     secret: secret shared with scheduler and workers; None: the value of COMMOPT_SECRET.
-    state_dict: result of `state_dict` to resume from; the first worker's model must match it.
+    state_dict: result of `state_dict` to resume from; the first worker's model must match it. A function that returns
+        one, or None, is called once no other server is there, which may save until it has ended.
+    on_end: called when the server ends, by `close` or by itself. Its state is final, and no other server can take its
+        place before the call returns.
     failure: reason why the server ended by itself; "" while it runs.
     """
 
@@ -88,19 +91,20 @@ class Server:
         host: str = LOOPBACK,
         port: int = 0,
         secret: str | None = None,
-        state_dict: Mapping[str, Any] | None = None,
+        state_dict: Mapping[str, Any] | Callable[[], Mapping[str, Any] | None] | None = None,
     ) -> None:
         require_whole(workers, 1, "Server(workers=)")
-        if state_dict is not None:
+        if state_dict is not None and not callable(state_dict):
             require_saved(state_dict)
         self.failure = ""
+        self.on_end: Callable[[], None] = lambda: None
         self._rounds = Rounds(workers)
         self._first_request: JoinRequest | None = None  # from the first worker
-        self._saved = state_dict
+        self._saved: Mapping[str, Any] | None = None
         self._upload: _InitialUpload | None = None
         self._peers: dict[int, _ConnectedWorker] = {}
         self._numbers = count(1)
-        self._changed = Condition()  # guards the attributes above
+        self._changed = Condition()  # guards the attributes above; a worker is added to _peers without it
         self._ending = Event()
         self._closing = Lock()
         self._timeout_s = 30.0
@@ -112,6 +116,11 @@ class Server:
         advertised = "" if host in _WILDCARDS else LOOPBACK if is_loopback(host) else host
         try:
             self._registration = ServerRegistration(address, shared_secret, advertised, self.port, self._close_soon)
+            try:
+                self._saved = _state_from(state_dict)
+            except BaseException:
+                self._registration.leave("could not begin")
+                raise
         except BaseException:
             self._listener.close()
             raise
@@ -172,18 +181,21 @@ class Server:
 
         why: the failure that ends it, if any.
         """
-        with self._closing:
+        with self._closing:  # until the end: whoever calls this too may end the process then
             if self._ending.is_set():
                 return
             self.failure = why
             self._ending.set()
-        atexit.unregister(self.close)
-        if why:
-            _log.error("the parameter server ends: %s", why)
-        for peer in list(self._peers.values()):
-            self._disconnect(peer, f"the server has ended{': ' * bool(why)}{why}")
-        self._registration.leave(why or "has ended")
-        self._listener.close()
+            atexit.unregister(self.close)
+            if why:
+                _log.error("the parameter server ends: %s", why)
+            try:
+                self.on_end()
+            finally:
+                for peer in list(self._peers.values()):
+                    self._disconnect(peer, f"the server has ended{': ' * bool(why)}{why}")
+                self._registration.leave(why or "has ended")
+                self._listener.close()
 
     # ------------------------------------------------------------------------------------- connected workers
 
@@ -200,7 +212,7 @@ class Server:
                     open_s = _POLL_S if self._rounds.memory()["deltas"] else _IDLE_POLL_S
                     self._changed.wait(open_s)
                     self._close_due_round()
-                    waiting = [peer.number for peer in self._peers.values() if peer.pull_requested]
+                    waiting = [peer.number for peer in list(self._peers.values()) if peer.pull_requested]
                     words, _ = self._rounds.waits_for()
                     now_round = -1 if self._rounds.shared is None else self._rounds.shared.round
                 if not waiting or now_round != logged_round:
@@ -213,6 +225,8 @@ class Server:
 
     def _close_due_round(self) -> None:
         """Close the round if it is due. The caller holds the lock. A failure ends the server, from another thread."""
+        if self._ending.is_set():  # what a worker hears to have counted is in the last checkpoint
+            return
         try:
             if self._rounds.close_if_due():
                 self._changed.notify_all()
@@ -221,13 +235,17 @@ class Server:
             self._close_soon(f"round {number} could not be closed: {reason(error)}; the parameters are as before")
 
     def _handle_worker(self, channel: SecureChannel, address: str) -> None:
-        """Receive the requests of a worker until it is gone, in a thread of its own."""
-        with self._changed:
-            peer = _ConnectedWorker(next(self._numbers), channel)
-            self._peers[peer.number] = peer
-        channel.set_timeout(self._timeout_s)
+        """Receive the requests of a worker until it is gone, in a thread of its own.
+
+        A round may close for longer than the timeout, under the lock. Meanwhile the worker must hear heartbeats, and
+        what it sends must be received, so neither waits for the lock.
+        """
+        peer = _ConnectedWorker(next(self._numbers), channel)
+        self._peers[peer.number] = peer
         why, kind = "has left", ""
         try:
+            channel.set_timeout(self._timeout_s)
+            channel.start_heartbeat()
             if self._ending.is_set():
                 raise TransportError("the server has ended")
             self._admit(peer)
@@ -331,9 +349,9 @@ class Server:
             joining.require_equal(self._first_request)
 
     def _note_upload_progress(self, peer: _ConnectedWorker) -> None:
+        if self._rounds.shared is not None:  # without the lock: another one was faster, and its rounds close already
+            return
         with self._changed:
-            if self._rounds.shared is not None:
-                return
             if self._upload is None or self._upload.number != peer.number:
                 self._upload = _InitialUpload(peer.number)
             self._upload.last = time.monotonic()
@@ -349,10 +367,9 @@ class Server:
             raise MismatchError(
                 f"its delta weighs {plain(weight)}, and must weigh more than 0 and at most {_MOST_WEIGHT:g}"
             )
-        with self._changed:
-            self._require_connected(peer)
-            self._rounds.require_base(peer.number, base)
-            shared = self._rounds.parameters()
+        self._require_connected(peer)
+        self._rounds.require_base(peer.number, base)  # without the lock: only this worker changes what is read
+        shared = self._rounds.parameters()
         rows: list[Tensor] = []
         for wire in shared.wires:
             rows.append(peer.channel.receive_into(torch.empty(wire.rows(base).nbytes, dtype=torch.uint8, device="cpu")))
@@ -383,7 +400,7 @@ class Server:
             self._changed.notify_all()
 
     def _answer_pulls(self, peer: _ConnectedWorker) -> None:
-        """Answer pulls: send heartbeats until the round of the worker's delta has closed, then the parameters."""
+        """Answer pulls: tell for whom, until the round of the worker's delta has closed, then send the parameters."""
 
         def due() -> bool:
             return bool(peer.gone) or (peer.pull_requested and self._rounds.may_pull(peer.number))
@@ -392,9 +409,10 @@ class Server:
             while True:
                 with self._changed:
                     if not self._changed.wait_for(due, self._timeout_s / HEARTBEATS_PER_TIMEOUT):
+                        if not peer.pull_requested:
+                            continue
                         words, numbers = self._rounds.waits_for()
-                        status = {"waits_for": words, "numbers": numbers[:64]}
-                        header, tensors = status if peer.pull_requested else {}, None
+                        header, tensors = {"waits_for": words, "numbers": numbers[:64]}, None
                     elif peer.gone:
                         return
                     else:
@@ -413,3 +431,12 @@ class Server:
     def _require_connected(self, peer: _ConnectedWorker) -> None:
         if peer.gone:
             raise TransportError(peer.gone)
+
+
+def _state_from(given: Mapping[str, Any] | Callable[[], Mapping[str, Any] | None] | None) -> Mapping[str, Any] | None:
+    if not callable(given):
+        return given
+    found = given()
+    if found is not None:
+        require_saved(found)
+    return found

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from commopt.attached.steps import after_steps
 from commopt.compress import RngKey
-from commopt.errors import ConfigurationError, UnsupportedTensorError
+from commopt.errors import CommoptError, ConfigurationError, UnsupportedTensorError
 from commopt.feedback.parameter_buckets import ParameterBucket, parameter_buckets
 from commopt.server.connection import ServerConnection
 from commopt.server.ranks import WorkerRanks
@@ -53,10 +53,7 @@ class Worker:
     def __init__(self, settings: ParameterServer, model: nn.Module) -> None:
         ddp = model if isinstance(model, TorchDDP) else None
         module: nn.Module = model if ddp is None else ddp.module
-        if module in _attached:
-            raise ConfigurationError(
-                f"this {type(module).__name__} is a worker already; close() the Worker that attach() returned before"
-            )
+        group = None if ddp is None else ddp.process_group
         self.staleness = 0
         self.refused = 0
         self.round = 0
@@ -76,10 +73,15 @@ class Worker:
         self._deltas: list[Tensor] = []  # sent, and not yet confirmed by a pull
         self._new_residuals: list[Tensor] = []  # of these deltas
         self._connection: ServerConnection | None = None
-        self._names = {name: _description_of(each) for name, each in _trainable(module).items()}
-        buckets = self._buckets()
+        try:
+            _require_free(module)
+            self._names = {name: _description_of(each) for name, each in _trainable(module).items()}
+            buckets = self._buckets()
+        except CommoptError as problem:  # perhaps of this rank alone: the others learn of it
+            WorkerRanks(group, problem=problem)
+            raise
         self._wires = [Wire(bucket.layout, settings.compressor) for bucket in buckets]
-        self._ranks = WorkerRanks(None if ddp is None else ddp.process_group, buckets[0].device)
+        self._ranks = WorkerRanks(group, buckets[0].device, settings.as_text())
         try:
             self._ranks.run_on_first(lambda: self._join(buckets))
             self._take_parameters(attaching=True)
@@ -362,6 +364,13 @@ def _leave_if_interrupted(server: ServerConnection) -> Iterator[None]:
     except BaseException:
         server.close("was interrupted in the middle of an exchange")
         raise
+
+
+def _require_free(module: nn.Module) -> None:
+    if module in _attached:
+        raise ConfigurationError(
+            f"this {type(module).__name__} is a worker already; close() the Worker that attach() returned before"
+        )
 
 
 def _trainable(module: nn.Module) -> dict[str, nn.Parameter]:
