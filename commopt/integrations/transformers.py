@@ -105,9 +105,8 @@ class CommoptCallback(TrainerCallback):  # type: ignore[misc]  # its type depend
         clocks of nodes differ, and a copy has its own. All ranks decide by the same answers.
         """
         folder = None if self._resumed is None else Path(self._resumed)
-        files = (
-            [] if folder is None else sorted(file for file in folder.glob("commopt_*") if _FILE.fullmatch(file.name))
-        )
+        there = [] if folder is None else folder.glob("commopt_*")
+        files = sorted(file for file in there if _FILE.fullmatch(file.name))
         mine = [file for file in files if file.name == _name(args)]
         own, problem = _try(lambda: _of_nodes(_read(mine[0]), comm) if mine else None)
         wrote = state.stateful_callbacks.get(_KEY, "")
