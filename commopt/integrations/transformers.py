@@ -49,8 +49,8 @@ class CommoptCallback(TrainerCallback):  # type: ignore[misc]  # its type depend
     none. With `adam=` the optimizer of CommState.optimizer replaces the Trainer's AdamW, which must have the same betas
     and eps; set max_grad_norm=0, as directions must not be clipped. With LocalSGD nodes hold different parameters.
     These are averaged, on all ranks, before the Trainer evaluates and saves, and when training ends without loading
-    the best model. At the start of training, errors of attach and CommState.load_state_dict are raised, and ConfigurationError in another Trainer than
-    the one given here.
+    the best model. At the start of training, errors of attach and CommState.load_state_dict are raised, and
+    ConfigurationError in another Trainer than the one given here.
 
     comm: the state returned by attach; None before training.
     """
@@ -105,9 +105,8 @@ class CommoptCallback(TrainerCallback):  # type: ignore[misc]  # its type depend
         clocks of nodes differ, and a copy has its own. All ranks decide by the same answers.
         """
         folder = None if self._resumed is None else Path(self._resumed)
-        files = (
-            [] if folder is None else sorted(file for file in folder.glob("commopt_*") if _FILE.fullmatch(file.name))
-        )
+        there = [] if folder is None else folder.glob("commopt_*")
+        files = sorted(file for file in there if _FILE.fullmatch(file.name))
         mine = [file for file in files if file.name == _name(args)]
         own, problem = _try(lambda: _of_nodes(_read(mine[0]), comm) if mine else None)
         wrote = state.stateful_callbacks.get(_KEY, "")
