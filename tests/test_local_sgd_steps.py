@@ -157,6 +157,29 @@ def resume_while_accumulating(rank: int, world_size: int) -> list[int]:
     return train(ddp, optimizer, state, range(3, 7))
 
 
+def save_behind_a_dropped_step(rank: int, world_size: int) -> tuple[bool, int]:
+    """The first node drops a step behind an average; the state that is saved then is loaded on all ranks."""
+    ddp = TorchDDP(seeded(Tower))
+    state, optimizer = commopt.attach(ddp, LocalSGD(period=4)), sgd(ddp)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(ddp, batch_of(rank, step)).backward()
+        if rank > 0 or step < 2:
+            optimizer.step()
+        if step == 1:
+            state.average_parameters()
+    differ, saved = state.nodes_differ, state.state_dict()
+    ddp = TorchDDP(ddp.module)
+    state = commopt.attach(ddp, LocalSGD(period=4))
+    state.load_state_dict(saved)
+    assert state._registration.averages is not None
+    return differ, state._registration.averages.steps
+
+
+def test_a_state_saved_behind_a_step_that_one_node_dropped_is_loaded() -> None:
+    assert run(save_behind_a_dropped_step, 2, nodes=(1, 1)) == [(True, 3)] * 2
+
+
 def test_a_resumed_run_has_its_rounds_after_the_same_optimizer_steps() -> None:
     assert run(resume_while_accumulating, 2, nodes=(1, 1)) == [[0, 1, 1, 1]] * 2
 

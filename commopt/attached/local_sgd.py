@@ -87,7 +87,7 @@ class ParameterAverages:
         self._before_write = before_write
         self._nodes_agree = nodes_agree
         self._weights: list[float] | None = None  # of this node since each fragment's round; None: nobody gives any
-        self._averaged_at: int | None = 0  # the steps after which all nodes have been given the same
+        self._averaged_at: int | None = 0  # the backwards after which all nodes have been given the same
         self._first_round: Agreement | None = None
         self._looked = False  # whether nodes were seen to learn by themselves
         self._left_as: str | None = None  # the digest of the parameters that a state was taken of, until it is compared
@@ -111,7 +111,9 @@ class ParameterAverages:
     @property
     def apart(self) -> bool:
         """Whether nodes may hold different parameters: they have learned since all were given the same."""
-        return self.client is not None and self.client.team.node_count > 1 and self._averaged_at != self.steps
+        alone = self.client is None or self.client.team.node_count == 1
+        # Not the steps: one that a node has dropped is counted there in the next forward.
+        return not alone and self._averaged_at != self.optimizer_steps.backwards
 
     def close(self) -> None:
         """Take no turn any more."""
@@ -199,7 +201,7 @@ class ParameterAverages:
                 self._land(fragment)
             self._take_mean(client, agreement)
         self.times += 1
-        self._averaged_at = self.steps
+        self._averaged_at = self.optimizer_steps.backwards
 
     def _take_mean(self, client: LaneClient, agreement: Agreement) -> None:
         """Give all ranks the exact mean of what they hold."""
@@ -410,7 +412,7 @@ class ParameterAverages:
         underway = {} if self._replaced() else self._underway
         flights = [flight for flights in underway.values() for flight in flights]
         differ = self.client is not None and self.client.team.node_count > 1
-        counted = {"steps": self.steps, "parameters": digest_of(self._read()) if differ else ""}
+        counted = {"steps": self.optimizer_steps.count_to_save, "parameters": digest_of(self._read()) if differ else ""}
         counted["turn"] = None if self._turn < 0 else self._turn
         weights = None if self._weights is None else list(self._weights)
         anchored = self._anchored

@@ -62,6 +62,8 @@ class OptimizerSteps:
     alone drops it, `scaler.update()` or the next forward. Where no torch.optim.Optimizer has any of the parameters,
     each averaged backward is a step.
 
+    count: of complete steps.
+    backwards: averaged so far, on all nodes alike at any time.
     parameters: by name.
     scaler: returns the GradScaler that was given, or None.
     nodes: returns the node of each global rank that has the same part of the parameters.
@@ -77,7 +79,7 @@ class OptimizerSteps:
         nodes: Callable[[], Mapping[int, int]],
         what: str,
     ) -> None:
-        self.count = 0
+        self.count = self.backwards = 0
         self._parameters = parameters
         self._scaler = scaler
         self._what = what
@@ -95,7 +97,6 @@ class OptimizerSteps:
         self._examined: WeakSet[Optimizer] = WeakSet()
         # Those under way: one optimizer's step may call another's, or its own again.
         self._steps: list[_OptimizerStep] = []
-        self._backwards = 0
         self._closed = self._told = False
         before_steps.show(self, torch.compiler.disable(OptimizerSteps._step_begins))
         after_steps.show(self, torch.compiler.disable(OptimizerSteps._step_ends))
@@ -109,13 +110,22 @@ class OptimizerSteps:
         self.count = count
         self._waiting = self._since_step = 0
 
+    @property
+    def count_to_save(self) -> int:
+        """Complete steps, for a state that is taken between two: with one that this node alone has just dropped.
+
+        Its gradients are there until the next forward. A GradScaler tells by itself.
+        """
+        dropped = self._waiting >= max(self._usual, default=1) and not self._marks
+        return self.count + dropped
+
     # ------------------------------------------------------------------------------------- counting
 
     def backward_ended(self, *, shadowed: bool) -> None:
         """Take note of an averaged backward. shadowed: this rank has run out of data and follows others, in join()."""
         self._waiting += 1
         self._since_step += 1
-        self._backwards += 1
+        self.backwards += 1
         if shadowed:
             if self._waiting >= max(self._usual, default=1):
                 self._end()
@@ -132,10 +142,11 @@ class OptimizerSteps:
             if self._clears is None and self._usual:
                 self._clears = self._has_no_gradients()
         elif any(update_mark(scaler) is not mark for scaler, mark in self._marks) or self._has_no_gradients():
-            self._since_step = 0
             self._end()
         elif self._may_be_dropped():
+            since_step = self._since_step
             self._end()
+            self._since_step = since_step
 
     def _is_in_step(self) -> bool:
         """Return whether an optimizer is making a step; one that raised has left its step behind."""
@@ -152,7 +163,7 @@ class OptimizerSteps:
         return bool(self._usual) and not self._clears and self._waiting >= max(self._usual)
 
     def _end(self) -> None:
-        self._waiting = 0
+        self._waiting = self._since_step = 0
         self.count += 1
 
     def _has_no_gradients(self) -> bool:
@@ -199,7 +210,7 @@ class OptimizerSteps:
                 if not isinstance(group, dist.ProcessGroup) or group in groups:
                     self._refuse(name)
         sent = {group: _sent_in(group) for group in groups}
-        self._steps = [*self._steps[-_DEEPEST:], _OptimizerStep(optimizer, first, self._backwards, sent)]
+        self._steps = [*self._steps[-_DEEPEST:], _OptimizerStep(optimizer, first, self.backwards, sent)]
 
     def _step_ends(self, optimizer: Optimizer) -> None:
         if self._closed or not self._holds_ours(optimizer):
@@ -210,14 +221,13 @@ class OptimizerSteps:
         self._examined.add(optimizer)
         if self._since_step:
             self._usual.append(self._since_step)  # all of them: what was taken for a dropped step may have been none
-            self._by_hand = False
-        self._since_step = 0
+        self._since_step, self._by_hand = 0, False
         if self._waiting:
             self._end()
 
     def _has_communicated(self, step: _OptimizerStep) -> bool:
         """Return whether a step has: one with a closure may have had forwards and backwards of DDP in it."""
-        return step.backwards == self._backwards and any(_sent_in(group) != sent for group, sent in step.sent.items())
+        return step.backwards == self.backwards and any(_sent_in(group) != sent for group, sent in step.sent.items())
 
     def _look_closer(self, step: _OptimizerStep) -> None:
         if step.first:
