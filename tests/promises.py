@@ -297,7 +297,10 @@ GATE: dict[str, tuple[str, ...]] = {
         "test_integrations_lightning.py::test_lightning_and_fabric",
         "test_integrations_transformers.py::test_accelerate_and_the_trainer",
     ),
-    "machines may be slow, die and come back": ("test_parameter_server.py::test_command_lines",),
+    "machines may be slow, die and come back": (
+        "test_parameter_server.py::test_command_lines",
+        "test_parameter_server.py::test_with_all_workers_it_is_local_sgd[3-Outer(lr=0.7, momentum=0.9, nesterov=True)]",
+    ),
     "nobody hangs": (
         "test_failures.py::test_every_rank_raises_when_the_network_between_nodes_is_cut[hook]",
         "test_verdict_direct.py::test_what_breaks_ends_and_the_rest_is_measured_without[hangs]",

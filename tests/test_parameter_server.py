@@ -342,6 +342,18 @@ def test_a_server_that_gives_no_sign_of_life_is_lost() -> None:
             worker.pull()
 
 
+def test_a_heartbeat_without_words_takes_none_away() -> None:
+    """The words tell for whom the server waits, and come from another thread than the other heartbeats."""
+    with hosted() as server:
+        _module, worker = joined(address_of(server), period=BY_HAND)
+        assert worker._connection is not None
+        sends, hears = server._peers[worker.number].channel, worker._connection._channel
+        sends.send_heartbeat(waits_for="worker 9")
+        sends.send_heartbeat()
+        until(lambda: hears._received >= sends._sent)
+        assert worker._connection._status == {"waits_for": "worker 9"}
+
+
 def test_without_scheduler_all_of_them_end(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = Scheduler(timeout=3.0)
     server = Server(scheduler.address)

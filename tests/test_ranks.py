@@ -95,7 +95,7 @@ def test_peers_of_a_failed_rank_do_not_cost_the_timeout() -> None:
 
 def test_timeout_names_the_hung_rank_and_where_it_is() -> None:
     pids = run(process_id, 2)
-    with pytest.raises(RankError, match=r"(?s)rank 1 was still running after 1 s.*sleep_soundly") as info:
+    with pytest.raises(RankError, match=rf"(?s)rank 1 was still running after {limit(1):g} s.*sleep_soundly") as info:
         run(sleep_soundly, 2, timeout_s=1)
     assert list(info.value.errors) == [1]
     for pid in pids:

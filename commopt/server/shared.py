@@ -160,7 +160,8 @@ class SharedParameters:
             values.sub_(self._earlier[delta.base][place]).add_(theta)
         if self._averages_parameters:
             return values.mul_(share)
-        return values.mul_(-share).add_(theta, alpha=share)
+        # Not `alpha=`, as in Deltas: the delta of what nobody has changed is to be exactly zero.
+        return values.mul_(-share).add_(theta * share)
 
     def _encode_update(self, exact: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Return the workers' next parameters and the payloads of the update; theta - public keeps the residual."""
