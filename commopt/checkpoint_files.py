@@ -135,7 +135,7 @@ def identity(path: Path) -> tuple[int, ...] | None:
     return found.st_ino, found.st_mtime_ns, found.st_size
 
 
-def take_over(path: Path) -> tuple[int, ...] | None:
+def claim(path: Path) -> tuple[int, ...] | None:
     """Let a process that has written `path` find another file there, or fail if it is writing; the content stays.
 
     Returns the identity before.

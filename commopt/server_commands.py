@@ -16,7 +16,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from commopt.checkpoint_files import identity, load_whole, previous, save_checkpoint, take_over
+from commopt.checkpoint_files import claim, identity, load_whole, previous, save_checkpoint
 from commopt.command_line import content_of, number, output_file, refuse, whole
 from commopt.errors import CommoptError, ConfigurationError
 from commopt.run.script import Script
@@ -179,7 +179,7 @@ class _Checkpoint:
         One that was given up, as it stood still, may go on later. It must see that the file is no longer its own.
         """
         if self._path is not None:
-            if take_over(self._path) != self._known:
+            if claim(self._path) != self._known:
                 self._read()  # the server before has ended only now
             self._known = identity(self._path)
         saved, self._saved = self._saved, None

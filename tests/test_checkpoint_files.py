@@ -17,7 +17,7 @@ import torch
 
 import commopt
 from commopt import ConfigurationError
-from commopt.checkpoint_files import from_bytes, identity, load_checkpoint, save_checkpoint, take_over, to_bytes
+from commopt.checkpoint_files import claim, from_bytes, identity, load_checkpoint, save_checkpoint, to_bytes
 from commopt.server.shared import require_saved
 from tests.speed import limit
 
@@ -257,13 +257,13 @@ def test_two_that_write_one_path_are_told(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_who_takes_over_ends_a_save_that_is_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, fsync = tmp_path / "training.pt", os.fsync
-    assert take_over(path) is None
+    assert claim(path) is None
     save_checkpoint(OLD, path)
     before = identity(path)
 
     def while_another_takes_over(handle: int) -> None:
         monkeypatch.setattr(os, "fsync", fsync)
-        assert take_over(path) == before
+        assert claim(path) == before
 
     monkeypatch.setattr(os, "fsync", while_another_takes_over)
     with pytest.raises(FileExistsError, match="another process at the same time"):

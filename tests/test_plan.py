@@ -100,7 +100,7 @@ def test_what_is_no_document_is_refused(text: str) -> None:
 
 def test_a_plan_is_for_one_set_of_parameters() -> None:
     PLAN.require_names(reversed(PLAN.names))
-    PLAN.require_names(PLAN.names[2:], perhaps=[*PLAN.names[:2], "new"])
+    PLAN.require_names(PLAN.names[2:], optional=[*PLAN.names[:2], "new"])
     with pytest.raises(ConfigurationError, match="it lacks 'new'"):
         PLAN.require_names([*PLAN.names, "new"])
     with pytest.raises(ConfigurationError, match="the model does not train 'p0', 'q0'; make a new plan"):

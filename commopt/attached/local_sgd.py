@@ -91,12 +91,13 @@ class ParameterAverages:
         self._first_round: Agreement | None = None
         self._looked = False  # whether nodes were seen to learn by themselves
         self._left_as: str | None = None  # the digest of the parameters that a state was taken of, until it is compared
-        self._sent_of: str | None = None  # that of those a round is under way for, once the model loads others
+        self._digest_before_load: str | None = None  # of the parameters that a round is under way for
         if not self._anchored:
             _require_float32_holds(average, read())
         if module is not None:  # before FSDP's own, which gathers the parameters
             hooks = ExitStack()
-            turn, note = _TurnBeforeForward(self, ParameterAverages.take_turn), _Hook(self, ParameterAverages.note_load)
+            turn = _TurnBeforeForward(self, ParameterAverages.take_turn)
+            note = _Hook(self, ParameterAverages.before_load)
             hooks.callback(module.register_forward_pre_hook(turn, prepend=True).remove)
             for part in module.modules():  # each may be loaded by itself
                 hooks.callback(part.register_load_state_dict_pre_hook(note).remove)
@@ -355,17 +356,17 @@ class ParameterAverages:
                 flight.bucket.put(values)
         self.times += bool(flights)
 
-    def note_load(self) -> None:
+    def before_load(self) -> None:
         """Take note that the model is about to load parameters, while a round of those it has is under way.
 
         Not between load_state_dict and the first turn: there the round is the checkpoint's, as the parameters will be.
         """
-        if self._underway and self._sent_of is None and self._left_as is None:
-            self._sent_of = digest_of(self._read())
+        if self._underway and self._digest_before_load is None and self._left_as is None:
+            self._digest_before_load = digest_of(self._read())
 
     def _replaced(self) -> bool:
         """Return whether the model has loaded others than it had; it may have gone back to these, as after a test."""
-        return self._sent_of is not None and self._sent_of != digest_of(self._read())
+        return self._digest_before_load is not None and self._digest_before_load != digest_of(self._read())
 
     def _drop_if_replaced(self) -> None:
         """Drop what is under way if it would change parameters that are gone.
@@ -376,7 +377,7 @@ class ParameterAverages:
             for flight in [flight for flights in self._underway.values() for flight in flights]:
                 flight.end()  # its memory is in use until then
             self._underway.clear()
-        self._sent_of = None
+        self._digest_before_load = None
 
     def _buckets(self, fragment: int) -> list[tuple[ParameterBucket, Aggregator]]:
         """Return what travels in a round, and by what: buffers with the last fragment, always exactly."""
@@ -450,7 +451,7 @@ class ParameterAverages:
         """
         self.optimizer_steps.resume(steps)
         self._store = store
-        self._averaged_at = self._sent_of = None
+        self._averaged_at = self._digest_before_load = None
         new: Rounds = (not self._average.parameters.residual_paths, {}, None, None, -1)
         self._anchored, self._underway, self._left_as, self._weights, self._turn = rounds or new
 

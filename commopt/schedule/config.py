@@ -108,11 +108,11 @@ def require_fit(tuned: Tuned, aggregator: Aggregator, team: TeamShape) -> None:
         raise ConfigurationError(
             f"tuned= was found on nodes with {there} ranks, and here they have {here}; tune again without it"
         )
-    if other := other_allow(tuned, aggregator):
+    if other := allow_mismatch(tuned, aggregator):
         raise ConfigurationError(f"tuned= {other}; pass the same allow=, or tune again without tuned=")
 
 
-def other_allow(tuned: Tuned, aggregator: Aggregator) -> str:
+def allow_mismatch(tuned: Tuned, aggregator: Aggregator) -> str:
     """Return in words how an earlier tuning was allowed other families than `auto` is now, "" where it was not."""
     auto = auto_of(aggregator)
     if auto is None or {LOSSLESS, *tuned.allow} == {LOSSLESS, *auto.allow}:
@@ -120,15 +120,15 @@ def other_allow(tuned: Tuned, aggregator: Aggregator) -> str:
     return f"was found with allow={'+'.join(tuned.allow)!r}, and here it is allow={'+'.join(auto.allow)!r}"
 
 
-def tells_model(tuned: Tuned, names: Collection[str], perhaps: Collection[str] = ()) -> bool:
+def names_its_model(tuned: Tuned, names: Collection[str], optional: Collection[str] = ()) -> bool:
     """Return whether an earlier tuning tells whose parameters it was of; an exact choice in an old file does not.
 
-    names: of the parameters here, none where they are not known. perhaps: of frozen ones, which DDP may show too.
+    names: of the parameters here, none where they are not known. optional: of frozen ones, which DDP may show too.
     Raises ConfigurationError when it was of others.
     """
     if tuned.plan is not None and names:
-        tuned.plan.require_names(names, perhaps)
-    elif tuned.parameters and names and tuned.parameters not in map(digest_of_names, (names, {*names, *perhaps})):
+        tuned.plan.require_names(names, optional)
+    elif tuned.parameters and names and tuned.parameters not in map(digest_of_names, (names, {*names, *optional})):
         raise ConfigurationError(
             f"tuned= was found for a model with other parameters than this one's {len(names)} "
             f"({', '.join(map(repr, sorted(names)[:3]))}, ...); tune again without it"

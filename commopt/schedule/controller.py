@@ -26,7 +26,7 @@ from commopt.lanes import LaneClient, Pending
 from commopt.recording import GradientTimes, Recorder
 from commopt.schedule import reducer
 from commopt.schedule.candidates import available, local_messages
-from commopt.schedule.config import makes_plans, other_allow, require_fit, require_strategy, tells_model
+from commopt.schedule.config import allow_mismatch, makes_plans, names_its_model, require_fit, require_strategy
 from commopt.schedule.decision import FIRST_LOOK, FIRST_WINDOW, Decision, Tuned, Window
 from commopt.schedule.plan import Plan
 
@@ -137,7 +137,7 @@ class Controller:
             self._begin_planning(team, links)
         if tuned is not None:
             require_fit(tuned, aggregator, team)
-            if not tells_model(tuned, self._parameters, self._frozen):
+            if not names_its_model(tuned, self._parameters, self._frozen):
                 _log.warning("tuned= does not tell which model it was found for, as in a file of old: tuning anew")
                 tuned = None
             self.tuned = tuned
@@ -199,7 +199,7 @@ class Controller:
         if self._coordinator is not None:
             self._coordinator.restart()
         if self._team is not None and makes_plans(self._choice, self._requested, self._team):  # also when frozen
-            if tuned is not None and (other := other_allow(tuned, self._requested)):
+            if tuned is not None and (other := allow_mismatch(tuned, self._requested)):
                 tuned = None
                 _log.warning("the tuning of the checkpoint %s: tuning anew", other)
             self.tuned = tuned
@@ -326,7 +326,7 @@ class Controller:
         """Leave an earlier tuning if the parameters that DDP has shown are not those it was found for."""
         self._unseen = None
         try:
-            tells_model(tuned, _names(*self._buckets))
+            names_its_model(tuned, _names(*self._buckets))
         except ConfigurationError as error:
             _log.warning("%s; names are known to attach, and to HookState(..., module=model): tuning anew", error)
             self.tuned = None

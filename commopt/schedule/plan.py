@@ -100,10 +100,10 @@ class Plan:
         """Equal for plans that differ only in the order of groups and of the parameters in them."""
         return frozenset(map(frozenset, self.groups)), self.strategy
 
-    def require_names(self, names: Iterable[str], perhaps: Iterable[str] = ()) -> None:
-        """Raise ConfigurationError unless the plan is for exactly these parameters, and perhaps for some of others."""
+    def require_names(self, names: Iterable[str], optional: Iterable[str] = ()) -> None:
+        """Raise ConfigurationError unless the plan is for exactly these parameters, and any of the `optional` ones."""
         own = set(self.names)
-        wanted = set(names) | own.intersection(perhaps)
+        wanted = set(names) | own.intersection(optional)
         differences = [
             f"{what} {_listed(sorted(which))}"
             for what, which in (("it lacks", wanted - own), ("it has but the model does not train", own - wanted))
